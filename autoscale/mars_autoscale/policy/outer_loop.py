@@ -26,7 +26,7 @@ from mars_autoscale.policy.decision import (
 )
 from mars_autoscale.policy.lengths import LengthCounts
 from mars_autoscale.policy.observe import Arrivals, Snapshot
-from mars_autoscale.policy.reports import ReplicaReport, RequestCounts
+from mars_autoscale.policy.reports import IngressReport, ReplicaReport, RequestCounts
 from mars_autoscale.policy.settings import OuterSettings
 from mars_platform.tier import Tier
 
@@ -83,16 +83,19 @@ class SavedState:
     """Audits of what was served, and what they say about the frontier."""
 
 
+_Totals = deque[tuple[float, ...]]
+"""(time in s, totals) of each report of a sender within the rate window, the oldest first."""
+
+
 @dataclass
 class _KnownReplica:
-    """A replica's latest report, and its arrivals within the rate window."""
+    """A replica's latest report, and its prefix hits within the rate window."""
 
     report: ReplicaReport
     basis: AutoscalingBasis
     heard_s: float
     """Time of the latest report."""
-    arrivals: deque[tuple[float, int, int]] = field(default_factory=deque)
-    """(time in s, requests, prompt tokens) of each report in the window, the oldest first."""
+    hits: _Totals = field(default_factory=_Totals)
 
 
 class OuterLoop:
@@ -105,6 +108,8 @@ class OuterLoop:
     def __init__(self, decide: Decide = decide) -> None:
         self._decide = decide
         self._replicas: dict[str, _KnownReplica] = {}
+        self._arrivals: dict[str, _Totals] = {}
+        """Requests and prompt tokens that have arrived, by ingress replica."""
         self._cluster: ClusterView | None = None
         self._served = frozenset[str]()
         """Replicas that the cluster has called ready at some time."""
@@ -125,15 +130,15 @@ class OuterLoop:
         known = self._replicas.setdefault(report.replica, _KnownReplica(report, basis, now_s))
         before, counts = known.report.requests, report.requests
         known.report, known.basis = report, basis
-        if now_s < known.heard_s or counts.arrived < before.arrived:
-            known.arrivals.clear()  # the clock was put back, or the replica counts anew
-        else:
-            self._note_lengths(counts.lengths - before.lengths)
         known.heard_s = now_s
+        _note(known.hits, now_s, counts.prefix_hit_tokens)
+        self._note_lengths(counts.lengths - before.lengths)
         self._note_audits(now_s, known, before)
-        known.arrivals.append((now_s, counts.arrived, counts.prompt_tokens))
-        while len(known.arrivals) > 2 and known.arrivals[1][0] < now_s - RATE_WINDOW_S:
-            known.arrivals.popleft()
+
+    def hear_ingress(self, now_s: float, report: IngressReport) -> None:
+        """Take an ingress replica's report in."""
+        totals = self._arrivals.setdefault(report.ingress, _Totals())
+        _note(totals, now_s, report.arrived, report.prompt_tokens)
 
     def see(self, cluster: ClusterView) -> None:
         """Take in what the cluster says."""
@@ -170,7 +175,7 @@ class OuterLoop:
         if self._cluster is not None:  # a replica reports before the cluster calls it ready
             num_there = max(len(self._cluster.ready), len(staying))
             num_starting = max(0, self._cluster.num_target - num_there)
-        latest_s = max((each.heard_s for each in self._replicas.values()), default=now_s)
+        latest_s = max((each[-1][0] for each in self._arrivals.values()), default=now_s)
         snapshot = Snapshot(
             now_s=now_s,
             replicas=[
@@ -179,7 +184,7 @@ class OuterLoop:
                 for load in (each.report.load(each.heard_s),)
             ],
             num_starting=num_starting,
-            arrivals=self._arrivals(now_s),
+            arrivals=self._rates(now_s),
             arrivals_observed_s=min(latest_s, now_s),
             is_refuted=drift.is_refuted,
         )
@@ -265,21 +270,21 @@ class OuterLoop:
             if silent_s > longest_s and name not in ready:
                 del self._replicas[name]
         self._served &= self._replicas.keys() | ready
+        for name, totals in list(self._arrivals.items()):
+            if abs(now_s - totals[-1][0]) > _SILENT_S:
+                del self._arrivals[name]
 
-    def _arrivals(self, now_s: float) -> Arrivals | None:
-        """Return the rates over the window; None if no replica has reported for long enough."""
-        requests = prompts = span = 0.0
-        for each in self._replicas.values():
-            if abs(now_s - each.heard_s) > RATE_WINDOW_S:
-                continue
-            first, last = each.arrivals[0], each.arrivals[-1]
-            requests += last[1] - first[1]
-            prompts += last[2] - first[2]
-            span = max(span, last[0] - first[0])
+    def _rates(self, now_s: float) -> Arrivals | None:
+        """Return the rates over the window; None if no ingress has reported for long enough."""
+        arrivals = [_growth(each, now_s) for each in self._arrivals.values()]
+        span = max((seconds for seconds, *_ in arrivals), default=0.0)
         if span < 1.0:
             return None
-        # a request's prefix hits are subtracted after it was counted: the difference may be below 0
-        return Arrivals(requests / span, max(prompts, 0) / span, self.state.lengths.mean)
+        requests = sum(num for _, num, _ in arrivals)
+        prompts = sum(tokens for *_, tokens in arrivals)
+        hits = sum(_growth(each.hits, now_s)[1] for each in self._replicas.values())
+        # a prompt's hits are known after it has arrived, so the difference may be below 0
+        return Arrivals(requests / span, max(prompts - hits, 0) / span, self.state.lengths.mean)
 
     def _note_audits(self, now_s: float, known: _KnownReplica, before: RequestCounts) -> None:
         """Take in a replica's audits, unless they are of another model than the latest one."""
@@ -291,6 +296,26 @@ class OuterLoop:
     def _note_lengths(self, new: LengthCounts) -> None:
         if new.is_valid:  # others would spoil the mean for long
             self.state = replace(self.state, lengths=self.state.lengths.followed_by(new))
+
+
+def _note(kept: _Totals, now_s: float, *totals: float) -> None:
+    """Add a report, and forget those that have left the rate window."""
+    new = (now_s, *totals)
+    if kept and any(after < before for before, after in zip(kept[-1], new, strict=True)):
+        kept.clear()  # the clock was put back, or the sender counts anew
+    kept.append(new)
+    while len(kept) > 2 and kept[1][0] < now_s - RATE_WINDOW_S:
+        kept.popleft()
+
+
+def _growth(kept: _Totals, now_s: float) -> list[float]:
+    """Return the seconds between the first and the latest report, and how much each total grew.
+
+    Nothing has grown if the latest report is older than the rate window.
+    """
+    is_silent = abs(now_s - kept[-1][0]) > RATE_WINDOW_S
+    first = kept[-1] if is_silent else kept[0]
+    return [after - before for before, after in zip(first, kept[-1], strict=True)]
 
 
 def _mean(values: list[float]) -> float | None:

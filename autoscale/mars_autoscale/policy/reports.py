@@ -71,10 +71,10 @@ class EngineStatus:
 class RequestCounts:
     """Counts of a replica's requests since its start."""
 
-    arrived: int = 0
-    """Requests that have arrived, those that wait before the engine included."""
     prompt_tokens: int = 0
-    """Prompt tokens of those requests, prefix hits not counted."""
+    """Prompt tokens of the requests that came to the engine, prefix hits included."""
+    prefix_hit_tokens: int = 0
+    """Those of them that were found in the prefix cache."""
     lengths: LengthCounts = field(default_factory=LengthCounts)
     """Outputs, those of running requests included."""
     first_token: tuple[int, ...] = ()
@@ -83,6 +83,12 @@ class RequestCounts:
     """Times between two tokens, likewise."""
     audits: AuditTally = field(default_factory=dict)
     """Audited outputs."""
+
+    @property
+    def mean_prompt_tokens(self) -> float:
+        """Mean number of prompt tokens of a request that have to be computed."""
+        computed = self.prompt_tokens - self.prefix_hit_tokens
+        return computed / max(self.lengths.num_begun, 1)
 
 
 @dataclass(frozen=True)
@@ -127,10 +133,14 @@ class ReplicaReport:
 
 @dataclass(frozen=True)
 class IngressReport:
-    """An ingress replica's figures of a model's requests, which it reports once a second."""
+    """An ingress replica's figures of a model's requests, which it reports twice a second."""
 
     ingress: str
     """Name of the ingress replica, unique among all that ever ran."""
+    arrived: int = 0
+    """Requests that have arrived since its start, whether or not they began."""
+    prompt_tokens: int = 0
+    """Prompt tokens of those."""
     waiting: Mapping[Tier, int] = field(default_factory=dict)
     """Requests that no engine has begun, by tier."""
     ended: Mapping[str, int] = field(default_factory=dict)

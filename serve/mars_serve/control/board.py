@@ -178,7 +178,7 @@ class Board:
         generated, prompts = counts["num_generated_tokens"], counts["num_prompt_tokens"]
         passes, hits = counts["num_row_passes"], counts["num_prefix_hit_tokens"]
         row: dict[str, float | None] = {
-            "arrived_per_s": counts["arrived"],
+            "arrived_per_s": sums.arrived,
             "ended_per_s": sum(ended.values()) - refused - failed,
             "failed_per_s": failed,
             "rejected_per_s": refused,

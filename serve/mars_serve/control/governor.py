@@ -123,9 +123,11 @@ class Governor:
 
     async def report_ingress(self, model: str, report: IngressReport) -> None:
         """Take an ingress replica's report in."""
-        board = self._board(model)
-        board.members.hear_ingress(report, time.time())
+        now_s, board = time.time(), self._board(model)
+        board.members.hear_ingress(report, now_s)
         self._advance(model, board)
+        if model in self._loops:
+            self._loops[model].hear_ingress(now_s, report)
 
     async def tick(
         self,

@@ -54,11 +54,12 @@ class Sums:
     """Counts of all replicas and ingress replicas within one second."""
 
     replicas: Counter[str] = field(default_factory=Counter)
-    """Increments by the name of the field of `EngineStatus`, and those of "arrived"."""
+    """Increments by the name of the field of `EngineStatus`."""
     first_token: Counter[int] = field(default_factory=Counter)
     token_gap: Counter[int] = field(default_factory=Counter)
     ended: Counter[str] = field(default_factory=Counter)
     rejected: Counter[str] = field(default_factory=Counter)
+    arrived: int = 0
 
 
 class Members:
@@ -99,6 +100,7 @@ class Members:
         before = known[0]
         # a replica's name is never used again, so counts do not fall
         self._sums.ended += Counter(report.ended) - Counter(before.ended)
+        self._sums.arrived += report.arrived - before.arrived
         self._sums.rejected += Counter(report.rejected) - Counter(before.rejected)
 
     def forget_gone(self, now_s: float) -> None:
@@ -146,16 +148,11 @@ class Members:
                 yield report.decoding.live
 
     def _add(self, now: ReplicaReport, before: ReplicaReport) -> None:
-        is_anew = (
-            now.requests.arrived < before.requests.arrived
-            or now.engine.num_generated_tokens < before.engine.num_generated_tokens
-        )
-        if is_anew:  # an engine that was started again under the same name
-            before = ReplicaReport(now.replica)
+        if now.engine.num_generated_tokens < before.engine.num_generated_tokens:
+            before = ReplicaReport(now.replica)  # the engine was started again
         for name in _SUMMED:
             added = getattr(now.engine, name) - getattr(before.engine, name)
             self._sums.replicas[name] += max(added, 0)
         counts, old = now.requests, before.requests
-        self._sums.replicas["arrived"] += counts.arrived - old.arrived
         self._sums.first_token.update(increments(counts.first_token, old.first_token))
         self._sums.token_gap.update(increments(counts.token_gap, old.token_gap))

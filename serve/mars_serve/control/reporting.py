@@ -12,8 +12,8 @@ from ray.exceptions import RayError
 
 from mars_serve.control.governor_actor import GovernorClient
 
-_PERIOD_S = 1.0
-"""Seconds between two reports of an ingress replica."""
+_PERIOD_S = 0.5
+"""Seconds between two reports."""
 _ANSWER_S = 10.0
 """Longest time in seconds that one report waits for its answer."""
 _RETRY_S = 2.0
@@ -26,7 +26,6 @@ async def report_forever(
     client: GovernorClient,
     method: str,
     reports: Callable[[], Iterable[tuple[Any, ...]]],
-    period_s: float = _PERIOD_S,
 ) -> None:
     """Report again and again.
 
@@ -37,13 +36,12 @@ async def report_forever(
         client: leads to the governor.
         method: name of a method of `Governor`.
         reports: returns the arguments of one call or several.
-        period_s: seconds between two reports.
     """
     while True:
         try:
             async with asyncio.timeout(_ANSWER_S):
                 await asyncio.gather(*(client.call(method, *each) for each in reports()))
-            await asyncio.sleep(period_s)
+            await asyncio.sleep(_PERIOD_S)
         except (RayError, RuntimeError, TimeoutError, ValueError) as error:  # also while Ray ends
             _log.warning("the governor does not take reports: %s", error)
             await asyncio.sleep(_RETRY_S)

@@ -93,7 +93,10 @@ class Ingress:
         )
 
         def reports() -> list[tuple[str, IngressReport]]:
-            return [(name, telemetry.report(name)) for name in self._backends]
+            return [
+                (name, telemetry.report(name, *backend.arrivals()))
+                for name, backend in self._backends.items()
+            ]
 
         report_in_thread(self._application, "report_ingress", reports)
 

@@ -143,6 +143,13 @@ class ReplicaBackend:
         found: Picture = await self._govern("picture", self._model, since_s)
         return found
 
+    def arrivals(self) -> tuple[int, int]:
+        """Return the requests that have arrived in this process, and their prompt tokens.
+
+        Any thread may call this.
+        """
+        return self._queue.num_arrived, self._queue.prompt_tokens
+
     def waiting_by_tier(self) -> Counter[Tier]:
         """Return the requests of this process that no engine has begun, by tier.
 

@@ -76,8 +76,8 @@ class Turn:
 class RequestQueue:
     """The requests of one model that wait in this process; it belongs to one event loop.
 
-    Metrics and autoscaling see what waits as if it waited in the engines: each engine is told an
-    even share of it, and of the arrivals.
+    Metrics and inner loops see what waits as if it waited in the engines: each engine is told an
+    even share of it.
     """
 
     def __init__(
@@ -93,6 +93,8 @@ class RequestQueue:
             engines: the model's engines.
             clock: returns the time in seconds.
         """
+        self.num_arrived = self.prompt_tokens = 0
+        """Requests that have arrived since the start, and their prompt tokens."""
         self._engines = engines
         self._router = Router.of(model)
         self._clock = clock
@@ -112,8 +114,6 @@ class RequestQueue:
         """Turns that were given and whose requests have not been sent yet, by engine."""
         self._demand: dict[EngineLoop, Demand] = {}
         """The message that each engine got last."""
-        self._unannounced = self._unannounced_tokens = 0
-        """Requests that have begun to wait, and their prompt tokens, which no engine counts yet."""
         self._telling: asyncio.TimerHandle | None = None
         self._expiring: asyncio.TimerHandle | None = None
 
@@ -143,6 +143,9 @@ class RequestQueue:
             QueueFull: the request would surely come too late.
             QueueTimeout: its turn has not come within the time that it allows.
         """
+        if not request.num_moves:
+            self.num_arrived += 1
+            self.prompt_tokens += request.num_prompt
         self._note_active(request.key)
         if self._next() is None and not self._holds_all(request.key):
             turn = self._give(request)
@@ -199,7 +202,7 @@ class RequestQueue:
             self._pace.began(ticket.cost)
             ticket.item.turn.set_result(turn)
         self._pace.note_waiting(bool(self._queue))
-        if self._queue or self._unannounced or self._is_counted:
+        if self._queue or self._is_counted:
             self._tell_soon()
 
     def _next(self) -> Ticket[_Waiting] | None:
@@ -261,8 +264,6 @@ class RequestQueue:
         wanted_s = request.deadline_s or self._objective_s
         deadline_s = waiting.arrived_s + wanted_s
         tier, key = request.options.tier, request.key
-        if not request.is_announced:
-            self._announce(request)
         self._refuse_late(request, deadline_s)
         limit_s = request.options.max_queue_s
         ticket = self._queue.add(
@@ -343,11 +344,6 @@ class RequestQueue:
 
     # The engines' view of the queue
 
-    def _announce(self, request: Request) -> None:
-        request.is_announced = True
-        self._unannounced += 1
-        self._unannounced_tokens += request.num_prompt
-
     @property
     def _is_counted(self) -> bool:
         """Whether engines count something as waiting here."""
@@ -359,35 +355,24 @@ class RequestQueue:
             self._telling = asyncio.get_running_loop().call_later(wait_s, self._tell)
 
     def _tell(self) -> None:
-        """Tell every engine how many requests wait, and its part of those and of the arrivals.
+        """Tell every engine how many requests wait, and its part of those.
 
         Nothing waits for an engine that gets no more requests; one that drains ends by this.
         """
         self._telling = None
         links = list(self._engines.usable().values())
         for link in [each for each in self._demand if each not in links]:
-            self._tell_one(link, 0, 0, 0, 0)
+            self._tell_one(link, 0, 0)
         if not links:
             return
         num_waiting = len(self._queue)
-        parts = even_parts(num_waiting, len(links))
-        arrived = even_parts(self._unannounced, len(links))
-        tokens = even_parts(self._unannounced_tokens, len(links))
-        self._unannounced = self._unannounced_tokens = 0
-        for link, *mine in zip(links, parts, arrived, tokens, strict=True):
-            self._tell_one(link, num_waiting, *mine)
+        for link, share in zip(links, even_parts(num_waiting, len(links)), strict=True):
+            self._tell_one(link, num_waiting, share)
 
-    def _tell_one(
-        self, link: EngineLoop, num_waiting: int, share: int, num_arrived: int, tokens: int
-    ) -> None:
-        before = self._demand.get(link, Demand(0, 0, 0, 0))
+    def _tell_one(self, link: EngineLoop, num_waiting: int, share: int) -> None:
+        before = self._demand.get(link, Demand(0, 0))
         wanted = link.credit.report(num_waiting)
-        now = Demand(
-            before.num_wanted if wanted is None else wanted,
-            share,
-            before.num_arrived + num_arrived,
-            before.prompt_tokens + tokens,
-        )
+        now = Demand(before.num_wanted if wanted is None else wanted, share)
         self._demand[link] = now
         if now == before and link.is_alive:
             return

@@ -50,8 +50,6 @@ class Request:
     """Seconds from arrival within which the request is to begin; None for the model's objective."""
     waited_s: float = 0.0
     """Seconds that the request waited before it was sent to an engine."""
-    is_announced: bool = False
-    """Whether the engine's side was told of the arrival before the request came."""
     is_streamed: bool = True
     """Whether the outputs are wanted as they come; otherwise they are sent together at the end."""
     may_be_audited: bool = False

@@ -71,8 +71,14 @@ class IngressTelemetry(Collector):
         """
         self._queues = queues
 
-    def report(self, model: str) -> IngressReport:
-        """Return what is counted of one model. Any thread may call this."""
+    def report(self, model: str, arrived: int = 0, prompt_tokens: int = 0) -> IngressReport:
+        """Return what is counted of one model. Any thread may call this.
+
+        Args:
+            model: name of the model.
+            arrived: requests that have arrived for it since the start.
+            prompt_tokens: their prompt tokens.
+        """
         ended = {each: num for (name, each), num in self._requests.copy().items() if name == model}
         rejected = {
             f"{status} {code}".strip(): num
@@ -80,7 +86,7 @@ class IngressTelemetry(Collector):
             if name == model
         }
         waiting = self._queues[model]() if model in self._queues else {}
-        return IngressReport(self._replica, waiting, ended, rejected)
+        return IngressReport(self._replica, arrived, prompt_tokens, waiting, ended, rejected)
 
     def exposition(self) -> str:
         """Return all metrics in Prometheus' text format."""

@@ -24,10 +24,10 @@ def live_tier(request: Request) -> Tier | None:
 
 
 class RequestLoad:
-    """Requests that have arrived, that wait and that run."""
+    """Requests that have come to the engine, that wait there and that run."""
 
     def __init__(self) -> None:
-        self._arrived = self._prompt_tokens = 0
+        self._prompt_tokens = self._prefix_hit_tokens = 0
         self._lengths = LengthCounter()
         self._live_tiers = Counter[Tier | None]()
         """Present requests by `live_tier`."""
@@ -35,29 +35,22 @@ class RequestLoad:
     @property
     def counts(self) -> RequestCounts:
         """Counts since the replica's start, those that this class keeps."""
-        return RequestCounts(self._arrived, self._prompt_tokens, self._lengths.counts)
+        return RequestCounts(self._prompt_tokens, self._prefix_hit_tokens, self._lengths.counts)
 
     def share(self, tier: Tier | None) -> float:
         """Return the share, 0 to 1, of the present requests that have this `live_tier`."""
         counts = {each: self._live_tiers[each] for each in (None, Tier.DEFAULT, Tier.FLEX)}
         return counts[tier] / max(sum(counts.values()), 1)
 
-    def announced(self, num_requests: int, prompt_tokens: int) -> None:
-        """Count arrivals of requests that wait elsewhere."""
-        self._arrived += num_requests
-        self._prompt_tokens += prompt_tokens
-
     def come(self, request: Request) -> None:
         """Count a request that is in the engine from now on."""
-        if not request.is_announced:
-            self._arrived += 1
-            self._prompt_tokens += request.num_prompt
+        self._prompt_tokens += request.num_prompt
         self._lengths.begun(request.options.max_tokens)
         self._live_tiers[live_tier(request)] += 1
 
     def begun(self, num_prefix_hit_tokens: int) -> None:
         """Count the first output of a request, some of whose prompt tokens were cached."""
-        self._prompt_tokens -= num_prefix_hit_tokens
+        self._prefix_hit_tokens += num_prefix_hit_tokens
 
     def grown(self, before: int, after: int) -> None:
         """Count the new tokens of an output that had ``before`` and has ``after`` tokens."""

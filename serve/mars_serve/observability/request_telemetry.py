@@ -127,10 +127,6 @@ class RequestTelemetry:
         self._times[request.id] = _Times(request.arrived_at)
         self.load.come(request)
 
-    def announced(self, num_requests: int, prompt_tokens: int) -> None:
-        """Count arrivals of requests that wait before the engine."""
-        self.load.announced(num_requests, prompt_tokens)
-
     def stepped(self, request: Request, output: StepOutput, now_s: float) -> None:
         """Count an output at a time by ``time.monotonic``."""
         times = self._times[request.id]

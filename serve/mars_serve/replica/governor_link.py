@@ -68,9 +68,7 @@ class GovernorLink:
         )
 
     async def _run(self) -> None:
-        reporting = asyncio.create_task(
-            report_forever(self._client, "report", self._calls, LOOK_PERIOD_S)
-        )
+        reporting = asyncio.create_task(report_forever(self._client, "report", self._calls))
         _, steering = await asyncio.wrap_future(self._engine)
         await asyncio.gather(reporting, self._follow(steering), self._steer(steering))
 

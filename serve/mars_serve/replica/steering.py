@@ -127,11 +127,8 @@ class InnerSteering(Steering):
         """Return the rule by which late requests are refused; None if something is left to give."""
         if not self._range.is_saturated or self.published.is_pinned:
             return None
-        counts = self._load().counts
         each_s = self.basis.capacity.busy_s(
-            self._lengths.mean,
-            counts.prompt_tokens / max(counts.arrived, 1),
-            self.decision.gain,
+            self._lengths.mean, self._load().counts.mean_prompt_tokens, self.decision.gain
         )
         return LateRule(each_s, self._settings.objective_ttft_s)
 

@@ -11,7 +11,6 @@ from ladders import CAPACITY
 from mars_autoscale.policy.decision import AT_TARGET, OuterState, Reason
 from mars_autoscale.policy.inner_loop import InnerLoopDecision
 from mars_autoscale.policy.lengths import NUM_SPANS, LengthCounts, counts_of
-from mars_autoscale.policy.observe import Arrivals
 from mars_autoscale.policy.outer_loop import (
     NUM_RECORDS,
     RATE_WINDOW_S,
@@ -20,7 +19,12 @@ from mars_autoscale.policy.outer_loop import (
     OuterLoop,
     SavedState,
 )
-from mars_autoscale.policy.reports import EngineStatus, ReplicaReport, RequestCounts
+from mars_autoscale.policy.reports import (
+    EngineStatus,
+    IngressReport,
+    ReplicaReport,
+    RequestCounts,
+)
 from mars_autoscale.policy.settings import OuterSettings
 from mars_platform.method.mode import LiveDecoding
 from replica_reports import report_of
@@ -37,18 +41,26 @@ def loop():
 
 
 def counts_at(seconds, rate):
-    """Return the counts after some seconds of requests of 50 prompt and 100 output tokens."""
+    """Return the counts after some seconds of requests of 100 output tokens."""
     number = int(rate * seconds)
-    return RequestCounts(number, 50 * number, counts_of([100] * number, num_begun=number))
+    return RequestCounts(lengths=counts_of([100] * number, num_begun=number))
+
+
+def arrived_at(seconds, rate, ingress="i"):
+    """Return the arrivals after some seconds of requests of 50 prompt tokens."""
+    number = int(rate * seconds)
+    return IngressReport(ingress, number, 50 * number)
 
 
 def hear_for(loop, begin_s, end_s, rates, since_s=None):
-    """Report steadily from replicas that have served so many requests a second since a time."""
+    """Report steadily from replicas that have served so many requests a second since a time, and
+    from the ingress at which these have arrived."""
     since_s = begin_s if since_s is None else since_s
     for i in range(int((end_s - begin_s) / REPORT_S) + 1):
         now_s = begin_s + i * REPORT_S
         for replica, rate in rates.items():
             loop.hear(now_s, report_of(replica, counts=counts_at(now_s - since_s, rate)), BASIS)
+        loop.hear_ingress(now_s, arrived_at(now_s - since_s, sum(rates.values())))
 
 
 def see(loop, names, num_target):
@@ -78,59 +90,94 @@ def decide_under_load(loop, begin_s, end_s, rates):
 # Rates of arrival
 
 
-def test_rates_are_summed_over_replicas(loop):
-    hear_for(loop, START_S, START_S + 30, {"a": 2.0, "b": 4.0})
-    arrivals = snapshot_at(loop, START_S + 30).arrivals
-    assert arrivals == Arrivals(6.0, 300.0, pytest.approx(100.0, rel=0.03))
+@pytest.fixture
+def reporting(loop):
+    """A loop to which one replica has reported."""
+    loop.hear(START_S, report_of("a"), BASIS)
+    return loop
 
 
-def test_rates_are_those_of_the_window(loop):
-    hear_for(loop, START_S, START_S + 30, {"a": 2.0})
-    before = counts_at(30, 2.0)
+def hear_arrivals(loop, begin_s, end_s, rates, since_s=None):
+    """Report steadily from ingress replicas that get so many requests a second since a time."""
+    since_s = begin_s if since_s is None else since_s
+    for i in range(int((end_s - begin_s) / REPORT_S) + 1):
+        now_s = begin_s + i * REPORT_S
+        for ingress, rate in rates.items():
+            loop.hear_ingress(now_s, arrived_at(now_s - since_s, rate, ingress))
+
+
+def rate_at(loop, now_s):
+    return snapshot_at(loop, now_s).arrivals.requests_per_s
+
+
+def test_rates_are_summed_over_ingress_replicas(reporting):
+    hear_arrivals(reporting, START_S, START_S + 30, {"i1": 2.0, "i2": 4.0})
+    arrivals = snapshot_at(reporting, START_S + 30).arrivals
+    assert (arrivals.requests_per_s, arrivals.prompt_tokens_per_s) == (6.0, 300.0)
+
+
+def test_rates_are_those_of_the_window(reporting):
+    hear_arrivals(reporting, START_S, START_S + 30, {"i": 2.0})
     for i in range(1, 41):
-        counts = replace(before, arrived=before.arrived + 3 * i)
-        loop.hear(START_S + 30 + i * REPORT_S, report_of("a", counts=counts), BASIS)
-    assert snapshot_at(loop, START_S + 50).arrivals.requests_per_s == pytest.approx(6.0)
+        reporting.hear_ingress(START_S + 30 + i * REPORT_S, IngressReport("i", 60 + 3 * i, 3_000))
+    assert rate_at(reporting, START_S + 50) == pytest.approx(6.0)
 
 
-def test_there_is_no_rate_in_the_first_second(loop):
+def test_there_is_no_rate_in_the_first_second(reporting):
     for seconds, arrived in ((0.0, 500), (0.5, 501), (1.0, 502)):
-        loop.hear(START_S + seconds, report_of("a", counts=RequestCounts(arrived)), BASIS)
-        arrivals = snapshot_at(loop, START_S + seconds).arrivals
+        reporting.hear_ingress(START_S + seconds, IngressReport("i", arrived))
+        arrivals = snapshot_at(reporting, START_S + seconds).arrivals
         assert (arrivals is None) == (seconds < 1.0)
     assert arrivals.requests_per_s == 2.0
 
 
-def test_a_replica_that_joins_late_counts_from_then_on(loop):
-    hear_for(loop, START_S, START_S + 15, {"a": 2.0})
-    hear_for(loop, START_S + 15, START_S + 20, {"late": 2.0})
-    hear_for(loop, START_S + 15, START_S + 20, {"a": 2.0}, since_s=START_S)
+def test_replicas_alone_tell_no_rate(loop):
+    for i in range(20):
+        loop.hear(START_S + i, report_of("a", counts=counts_at(i, 2.0)), BASIS)
+    assert snapshot_at(loop, START_S + 19).arrivals is None
+    assert decide_at(loop, START_S + 19).reason is Reason.HELD
+
+
+def test_an_ingress_that_joins_late_counts_from_then_on(reporting):
+    hear_arrivals(reporting, START_S, START_S + 15, {"i": 2.0})
+    hear_arrivals(reporting, START_S + 15, START_S + 20, {"late": 2.0})
+    hear_arrivals(reporting, START_S + 15, START_S + 20, {"i": 2.0}, since_s=START_S)
     # 10 s of one and 5 s of the other, over 10 s
-    rate = snapshot_at(loop, START_S + 20).arrivals.requests_per_s
-    assert rate == pytest.approx(3.0, rel=0.06)
+    assert rate_at(reporting, START_S + 20) == pytest.approx(3.0, rel=0.06)
 
 
-def test_a_replica_that_restarts_its_counts_gives_no_negative_rate(loop):
-    hear_for(loop, START_S, START_S + 30, {"a": 8.0})
-    hear_for(loop, START_S + 31, START_S + 35, {"a": 2.0})
-    arrivals = snapshot_at(loop, START_S + 35).arrivals
-    assert arrivals == Arrivals(2.0, 100.0, pytest.approx(100.0, rel=0.03))
-
-
-def test_a_silent_replica_gives_no_rate_after_the_window(loop):
-    hear_for(loop, START_S, START_S + 10, {"a": 2.0, "silent": 4.0})
-    hear_for(loop, START_S + 10.5, START_S + 19, {"a": 2.0}, since_s=START_S)
-    assert snapshot_at(loop, START_S + 19).arrivals.requests_per_s > 2.0
-    hear_for(loop, START_S + 19.5, START_S + 22, {"a": 2.0}, since_s=START_S)
+def test_a_silent_ingress_gives_no_rate_after_the_window(reporting):
+    hear_arrivals(reporting, START_S, START_S + 10, {"i": 2.0, "silent": 4.0})
+    hear_arrivals(reporting, START_S + 10.5, START_S + 19, {"i": 2.0}, since_s=START_S)
+    assert rate_at(reporting, START_S + 19) > 2.0
+    hear_arrivals(reporting, START_S + 19.5, START_S + 22, {"i": 2.0}, since_s=START_S)
     assert START_S + 22 > START_S + 10 + RATE_WINDOW_S
-    assert snapshot_at(loop, START_S + 22).arrivals.requests_per_s == 2.0
+    assert rate_at(reporting, START_S + 22) == 2.0
 
 
-def test_the_rate_of_prompt_tokens_is_never_negative(loop):
-    """A prefix hit is subtracted later than its prompt was added."""
-    for i, prompts in enumerate((5_000, 5_000, 5_000, 1_000)):
-        loop.hear(START_S + i, report_of("a", counts=RequestCounts(10, prompts)), BASIS)
-    assert snapshot_at(loop, START_S + 3).arrivals.prompt_tokens_per_s == 0.0
+def test_arrivals_are_too_old_for_a_decision_once_no_ingress_reports(reporting):
+    hear_arrivals(reporting, START_S, START_S + 10, {"i": 2.0})
+    for seconds, is_known in ((10, True), (23, False)):
+        now_s = START_S + seconds
+        reporting.hear(now_s, report_of("a"), BASIS)
+        assert (decide_at(reporting, now_s).reason is not Reason.HELD) == is_known
+
+
+def test_prefix_hits_are_no_prompt_tokens_to_compute(reporting):
+    hear_arrivals(reporting, START_S, START_S + 10, {"i": 2.0})
+    for i in range(11):
+        hits = RequestCounts(prefix_hit_tokens=30 * i)
+        reporting.hear(START_S + i, report_of("a", counts=hits), BASIS)
+    assert snapshot_at(reporting, START_S + 10).arrivals.prompt_tokens_per_s == 100.0 - 30.0
+
+
+def test_the_rate_of_prompt_tokens_is_never_negative(reporting):
+    """A prompt's hits are known after it has arrived."""
+    for i in range(4):
+        reporting.hear_ingress(START_S + i, IngressReport("i", 10, 500))
+        hits = RequestCounts(prefix_hit_tokens=1_000 * i)
+        reporting.hear(START_S + i, report_of("a", counts=hits), BASIS)
+    assert snapshot_at(reporting, START_S + 3).arrivals.prompt_tokens_per_s == 0.0
 
 
 @pytest.mark.parametrize("names", [(), ("a", "silent")], ids=["no cluster", "both serve"])
@@ -148,20 +195,19 @@ def test_a_clock_that_is_put_back_costs_a_few_seconds_of_rates(loop, names):
 
 
 def test_outputs_that_ended_before_the_first_report_do_not_count(loop):
-    before = RequestCounts(10, 0, counts_of([500] * 10))
+    before = RequestCounts(lengths=counts_of([500] * 10))
     loop.hear(START_S, report_of("a", counts=before), BASIS)
     assert loop.state.lengths == LengthCounts()
-    later = RequestCounts(20, 0, counts_of([*[500] * 10, *[40] * 10]))
+    later = RequestCounts(lengths=counts_of([*[500] * 10, *[40] * 10]))
     loop.hear(START_S + 1, report_of("a", counts=later), BASIS)
     assert loop.state.lengths == counts_of([40] * 10)
 
 
 def test_running_outputs_raise_the_mean_before_they_end(loop):
     hear_for(loop, START_S, START_S + 10, {"a": 2.0})
-    before = counts_at(10, 2.0)
-    longer = counts_of([100] * 20, [2_000] * 20, num_begun=40)
-    counts = replace(before, arrived=40, lengths=longer)
-    loop.hear(START_S + 20, report_of("a", counts=counts), BASIS)
+    longer = RequestCounts(lengths=counts_of([100] * 20, [2_000] * 20, num_begun=40))
+    loop.hear(START_S + 20, report_of("a", counts=longer), BASIS)
+    hear_arrivals(loop, START_S + 10.5, START_S + 20, {"i": 2.0}, since_s=START_S)
     assert snapshot_at(loop, START_S + 20).arrivals.mean_output_tokens > 1_000
 
 
@@ -255,6 +301,7 @@ def test_an_updates_basis_holds_though_old_replicas_go_on_reporting(loop):
             if i >= 10:
                 loop.hear(at_s + second, report_of("new", 16), AFTER)
             loop.hear(at_s + second, old, BEFORE)
+            loop.hear_ingress(at_s + second, arrived_at(at_s + second - START_S, 30.0))
         numbers.append(decide_at(loop, at_s + 1).num_replicas)
     assert numbers[9] == 4
     assert numbers[10:] == [8] * 10

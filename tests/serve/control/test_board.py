@@ -53,12 +53,9 @@ def watched(*reports: list[ReplicaReport], **governed: Any) -> dict[str, Any]:
     return told(board, **governed)
 
 
-def counted(
-    num_arrived: int = 0, counts: RequestCounts | None = None, **engine: int
-) -> ReplicaReport:
+def counted(counts: RequestCounts | None = None, **engine: int) -> ReplicaReport:
     status = replace(READY.engine, **{f"num_{name}": number for name, number in engine.items()})
-    counts = counts or RequestCounts(arrived=num_arrived)
-    return replace(READY, engine=status, requests=counts)
+    return replace(READY, engine=status, requests=counts or RequestCounts())
 
 
 def decoding(report: ReplicaReport, live: LiveDecoding, **decided: Any) -> ReplicaReport:
@@ -66,22 +63,20 @@ def decoding(report: ReplicaReport, live: LiveDecoding, **decided: Any) -> Repli
 
 
 def test_rates_are_what_replicas_have_counted_within_a_second():
-    before = counted(5, generated_tokens=100, row_passes=50, prompt_tokens=9)
-    after = counted(8, generated_tokens=160, row_passes=70, prompt_tokens=29, prefix_hit_tokens=5)
+    before = counted(generated_tokens=100, row_passes=50, prompt_tokens=9)
+    after = counted(generated_tokens=160, row_passes=70, prompt_tokens=29, prefix_hit_tokens=5)
     other = replace(after, replica="app#model#r2")
     rows = watched([before, other], [after, other])["rows"]
     assert [row["time_s"] for row in rows] == [START_S, START_S + 1]
     assert rows[0]["generated_per_s"] == 0  # counted before this governor knew the replica
-    assert rows[1]["arrived_per_s"] == 3
     assert rows[1]["generated_per_s"] == 60
     assert rows[1]["tokens_per_pass"] == 3
     assert rows[1]["prefix_hit_share"] == 0.25
 
 
 def test_a_replica_that_counts_anew_is_not_counted_below_zero():
-    rows = watched([counted(50, generated_tokens=900)], [counted(generated_tokens=7)])
+    rows = watched([counted(generated_tokens=900)], [counted(generated_tokens=7)])
     assert rows["rows"][1]["generated_per_s"] == 7
-    assert rows["rows"][1]["arrived_per_s"] == 0
 
 
 def test_a_missed_report_loses_nothing():
@@ -157,15 +152,16 @@ def test_ingress_replicas_are_summed_up():
     board.members.hear(READY, START_S)
     board.advance(START_S, None, None)
     for name in ("i1", "i2"):
-        board.members.hear_ingress(IngressReport(name), START_S)
+        board.members.hear_ingress(IngressReport(name, 50, 500), START_S)
         waiting, ended = {Tier.FLEX: 2, Tier.DEFAULT: 1}, {"stop": 3, "error": 1, "rejected_503": 2}
         board.members.hear_ingress(
-            IngressReport(name, waiting, ended, {"503 queue_full": 2}), START_S + 0.5
+            IngressReport(name, 57, 570, waiting, ended, {"503 queue_full": 2}), START_S + 0.5
         )
     board.advance(START_S + 1, None, None)
     found = told(board)
     row = found["rows"][-1]
     assert (row["waiting_flex"], row["waiting_default"], row["waiting_priority"]) == (4, 2, 0)
+    assert row["arrived_per_s"] == 14
     assert (row["ended_per_s"], row["failed_per_s"], row["rejected_per_s"]) == (6, 2, 4)
     assert found["state"]["rejected"] == {"503 queue_full": 4}
 
@@ -173,7 +169,7 @@ def test_ingress_replicas_are_summed_up():
 def decided() -> OuterLoop:
     """Return an outer loop that has lost quality and decided once."""
     loop = OuterLoop()
-    counts, live = RequestCounts(arrived=4, prompt_tokens=40), LiveDecoding(0.9, 0.8)
+    counts, live = RequestCounts(prompt_tokens=40), LiveDecoding(0.9, 0.8)
     loop.hear(START_S, report_of("r1", 4, 2, live, counts, gain=1.4, loss=2.0), BASIS)
     loop.state = replace(loop.state, outer=OuterState(losses=((START_S - 60.0, 1800.0),)))
     question = loop.question(START_S + 0.2)

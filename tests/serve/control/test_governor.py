@@ -18,7 +18,7 @@ from mars_autoscale.policy.decision import (
 )
 from mars_autoscale.policy.lengths import counts_of
 from mars_autoscale.policy.outer_loop import AutoscalingBasis, SavedState
-from mars_autoscale.policy.reports import RequestCounts
+from mars_autoscale.policy.reports import IngressReport, RequestCounts
 from mars_autoscale.policy.settings import OuterSettings
 from mars_platform.method.mode import LiveDecoding
 from mars_serve.config.served import PublishedThreshold
@@ -102,7 +102,7 @@ def raises(*_):
     raise ZeroDivisionError("no tokens")
 
 
-COUNTS = RequestCounts(10, 500, counts_of([100] * 8, num_begun=10))
+COUNTS = RequestCounts(500, 0, counts_of([100] * 8, num_begun=10))
 REPORT = report_of("r1", 4, 2, LiveDecoding(0.92, 0.8), COUNTS, gain=1.4, loss=2.0)
 
 
@@ -359,8 +359,13 @@ async def test_decisions_hold_while_a_replica_is_silent():
     short = replace(BASIS, settings=BASIS.settings.model_copy(update={"max_replicas": 4}))
     async with deciding(decide, short) as governor:
         await tick(governor, num_target=4)
+        await governor.report_ingress("m", IngressReport("i"))
+        await asyncio.sleep(1.0)  # no rate is known before
+        await governor.report_ingress("m", IngressReport("i", 5, 50))
+        await governor.report("m", REPORT, short)
+        await records_of(governor, are_enough=lambda found: found[-1].reason is not Reason.HELD)
         records = await records_of(  # reports are too old after six periods
-            governor, 10, are_enough=lambda found: found[-1].reason is Reason.HELD
+            governor, are_enough=lambda found: found[-1].reason is Reason.HELD
         )
         assert records[-1].problem is None
         assert (await tick(governor))[1] == 4

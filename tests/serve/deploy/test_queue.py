@@ -100,7 +100,6 @@ async def test_a_request_for_an_idle_replica_does_not_wait(start, ingress) -> No
     turn = at_once(queue.turn(wanted, time.monotonic()))
     assert (turn.replica, turn.ticket, wanted.waited_s) == ("a", None, 0.0)
     give_up(queue, turn, wanted)
-    assert not wanted.is_announced
     assert len(await backend.complete(wanted)) == 1
     await assert_all_is_back(backend, replica)
 
@@ -300,7 +299,7 @@ async def test_a_replica_drains_though_requests_wait_for_others(start, ingress) 
     assert staying.loop.status().num_waiting > 4, "they wait for the other one"
     outputs = await asyncio.gather(*running)
     assert [sum(len(each.tokens) for each in output) for output in outputs] == [12] * 20
-    await soon(lambda: sum(loop.activity.load.counts.arrived for loop in loops) == 20)
+    assert backend.arrivals()[0] == 20, "a request that moves has arrived once"
 
 
 async def test_requests_that_find_an_engine_gone_are_sent_elsewhere_once(start, ingress) -> None:
@@ -401,13 +400,14 @@ async def test_reports_of_replicas_count_what_waits_before_them_once(start, ingr
     def totals() -> tuple[int, int, int]:
         found = [loop.activity.load.counts for loop in loops]
         return (
-            sum(each.arrived for each in found),
+            sum(each.lengths.num_begun for each in found),
             sum(each.prompt_tokens for each in found),
             sum(each.lengths.num_ended for each in found),
         )
 
     await soon(lambda: all(isinstance(loop.activity, RequestTelemetry) for loop in loops))
     await soon(lambda: totals() == (num, num * 5, num))
+    assert backend.arrivals() == (num, num * 5)
     await soon(lambda: sum(loop.status().num_requests for loop in loops) == 0)
 
 

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from mars_autoscale.policy.lengths import LengthCounts, counts_of
+from mars_autoscale.policy.lengths import counts_of
 from mars_autoscale.policy.reports import RequestCounts
 from mars_platform.method.mode import Mode
 from mars_platform.tier import Tier
@@ -41,33 +41,22 @@ def test_arrivals_and_ends_are_counted():
     first, second = request(num_prompt=10), request(num_prompt=30)
     load.come(first)
     load.come(second)
-    assert load.counts == RequestCounts(2, 40, counts_of([], num_begun=2, max_tokens=20))
+    assert load.counts == RequestCounts(40, 0, counts_of([], num_begun=2, max_tokens=20))
     load.begun(num_prefix_hit_tokens=16)
-    assert load.counts == RequestCounts(2, 24, counts_of([], num_begun=2, max_tokens=20))
+    assert load.counts == RequestCounts(40, 16, counts_of([], num_begun=2, max_tokens=20))
+    assert load.counts.mean_prompt_tokens == 12
     load.grown(0, 5)
     load.grown(5, 7)
     load.grown(0, 3)
     load.gone(second, has_begun=True, num_tokens=7)
-    assert load.counts == RequestCounts(2, 24, counts_of([7], [3], num_begun=2, max_tokens=20))
+    assert load.counts == RequestCounts(40, 16, counts_of([7], [3], num_begun=2, max_tokens=20))
 
 
 def test_a_request_that_never_began_does_not_count_as_ended():
     load = RequestLoad()
     load.come(request())
     load.gone(request(), has_begun=False, num_tokens=0)
-    assert load.counts == RequestCounts(1, 10, counts_of([], num_begun=1, max_tokens=20))
-
-
-def test_arrivals_that_wait_elsewhere_count_once_and_not_as_present():
-    load = RequestLoad()
-    load.announced(2, 25)
-    assert load.counts == RequestCounts(2, 25, LengthCounts())
-    assert load.share(Tier.FLEX) == 0.0
-    announced = request(FLEX)
-    announced.is_announced = True
-    load.come(announced)
-    assert load.counts == RequestCounts(2, 25, counts_of([], num_begun=1, max_tokens=20))
-    assert load.share(Tier.FLEX) == 1.0
+    assert load.counts == RequestCounts(10, 0, counts_of([], num_begun=1, max_tokens=20))
 
 
 def test_shares_are_those_of_the_present_requests():

@@ -26,7 +26,7 @@ class Connection:
 
     channel: Channel
     name: str
-    demand: Demand = field(default_factory=lambda: Demand(0, 0, 0, 0))
+    demand: Demand = field(default_factory=lambda: Demand(0, 0))
     """Latest message about the requests that wait at the other end."""
 
 

@@ -57,8 +57,8 @@ class Tell:
 class Demand:
     """An order to count requests that wait before the engine, and will come to it or to another.
 
-    Whoever sends requests divides what waits, and what has arrived, among its engines, so that the
-    sum over all engines is right.
+    Whoever sends requests divides what waits among its engines, so that the sum over all engines is
+    right.
     """
 
     num_wanted: int
@@ -66,10 +66,6 @@ class Demand:
     see `Credit.report`."""
     share: int
     """Part of the requests that wait that is counted here."""
-    num_arrived: int
-    """Arrivals since the connection began that are counted here before they come."""
-    prompt_tokens: int
-    """Prompt tokens of those arrivals."""
 
 
 Order = Request | Cancel | SetLive | SetLateRule | Tell | Demand

@@ -59,9 +59,6 @@ class Observer(Protocol):
     def come(self, request: Request) -> None:
         """Note a request that waits from now on."""
 
-    def announced(self, num_requests: int, prompt_tokens: int) -> None:
-        """Note arrivals of requests that wait before the engine."""
-
     def stepped(self, request: Request, output: StepOutput, now_s: float) -> None:
         """Note an output at a time by ``time.monotonic``."""
 
@@ -127,8 +124,6 @@ class EngineWorker:
         """The engine's requests by id."""
         self._held: dict[str, list[StepOutput]] = {}
         """Outputs, by request, that are sent together at the end."""
-        self._num_announced = self._tokens_announced = 0
-        """Requests and prompt tokens that were announced and are not counted yet."""
         self._is_short_of_pages = False
         """Whether requests wait in the engine because the KV cache has no free pages."""
         self._has_demand = False
@@ -206,9 +201,6 @@ class EngineWorker:
             self._inbox.clear()
             self._lacks_demand |= self._has_demand
             self._has_demand = False
-            announced = self._num_announced, self._tokens_announced
-            self._num_announced = self._tokens_announced = 0
-        self._observer.announced(*announced)
         for order in orders:
             if isinstance(order, Cancel):
                 self._drop(order.request_id)
@@ -344,11 +336,8 @@ class EngineWorker:
                 self._compilers.submit(order)
 
     def _take_demand(self, demand: Demand, connection: Connection) -> None:
-        before = connection.demand
         self._connections.note_demand(connection, demand)
         with self._changed:
-            self._num_announced += demand.num_arrived - before.num_arrived
-            self._tokens_announced += demand.prompt_tokens - before.prompt_tokens
             self._has_demand = True
             self._changed.notify()
 

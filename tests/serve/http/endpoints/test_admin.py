@@ -15,7 +15,7 @@ from mars_autoscale.model.expectations import Expectation
 from mars_autoscale.policy.decision import AutoscalerDecision, Reason
 from mars_autoscale.policy.lengths import counts_of
 from mars_autoscale.policy.outer_loop import AutoscalingBasis, OuterLoop
-from mars_autoscale.policy.reports import RequestCounts
+from mars_autoscale.policy.reports import IngressReport, RequestCounts
 from mars_autoscale.policy.settings import InnerSettings, OuterSettings
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method.mode import LiveDecoding
@@ -97,7 +97,8 @@ def decided() -> Explanation:
     """Return the explanation of an outer loop that has watched a replica for ten seconds."""
     control = OuterLoop()
     for i in range(21):
-        counts = RequestCounts(2 * i, 20 * i, counts_of([40] * i, num_begun=2 * i))
+        counts = RequestCounts(20 * i, 0, counts_of([40] * i, num_begun=2 * i))
+        control.hear_ingress(1_000.0 + i / 2, IngressReport("i", 2 * i, 20 * i))
         report = report_of("r1", 4, 2, LiveDecoding(0.95, 0.9), counts, gain=1.6, loss=1.5)
         control.hear(1_000.0 + i / 2, report, PLAN)
         if i % 5 == 0:
