@@ -20,8 +20,8 @@ from bench.autoscaling import paced_engine
 from bench.autoscaling.watch import Seen, watching
 from bench.servers import SERVE, own_ray_cluster, running
 
-from mars_autoscale.model.capacity import linear_step_time
 from mars_autoscale.model.frontier import Frontier, read_frontier, write_frontier
+from mars_autoscale.model.step_times import linear_step_time
 from mars_autoscale.traces.files import TraceRequest, write_trace
 from mars_platform.cluster.processes import free_port
 from mars_platform.config import build_settings

@@ -10,16 +10,15 @@ To serve with it, start ``marsray serve``, and the Ray cluster, with the variabl
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mars_autoscale.model.frontier import StepTable, read_frontier
+from mars_autoscale.model.frontier import read_frontier
+from mars_autoscale.model.step_times import StepTimes
 from mars_platform.checkpoint.directory import Checkpoint
-from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.execution.fault_isolation import Step
 from mars_serve.engine.outputs import StepOutput
@@ -59,7 +58,7 @@ class PacedEngine(Engine):
     def __init__(self, checkpoint: Checkpoint, *arguments: Any, **options: Any) -> None:
         super().__init__(checkpoint, *arguments, **options)
         frontier = read_frontier(checkpoint.own_path)
-        self._times = _step_times(frontier.step_seconds)
+        self._times = frontier.step_seconds.times()
         self._prompt_token_s = 1 / frontier.prefill_tokens_per_s
         self._start = self._real_s = self._paced_s = 0.0
         self._due: float | None = None  # when the last step was due; None while idle
@@ -118,14 +117,3 @@ class PacedEngine(Engine):
             if self._real_s > _MAX_SHARE * self._paced_s:
                 _log.warning("%s: %.0f%%", NOT_VALID, 100 * self._real_s / self._paced_s)
             self._real_s = self._paced_s = 0.0
-
-
-def _step_times(table: StepTable) -> StepTimes:
-    """Convert a frontier's table of step times, whose grid points become whole numbers."""
-    positions, cached_tokens = (
-        tuple(sorted({math.ceil(point) for point in grid}))
-        for grid in (table.positions, table.stored)
-    )
-    lines = [table.at_cached(tokens) for tokens in cached_tokens]
-    seconds = tuple(tuple(line.at(count) for line in lines) for count in positions)
-    return StepTimes(positions, cached_tokens, seconds)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mars_autoscale.model.capacity import AR, Capacity, Rung, Window, linear_step_time
+from mars_autoscale.model.capacity import AR, Capacity, Rung, Window
+from mars_autoscale.model.step_times import linear_step_time
 from mars_platform.method.mode import Mode
 
 

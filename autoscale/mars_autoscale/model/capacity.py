@@ -11,57 +11,15 @@ no Ray or torch.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
+from mars_autoscale.model.step_times import StepTime
 from mars_platform.method.mode import Mode
 
 _MAX_BATCH = 1024
 """Highest number of rows at which a break-even batch is searched for."""
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of a step by its number of positions, interpolated between measured points."""
-
-    positions: tuple[float, ...]
-    """Numbers of positions, rising, at least two."""
-    seconds: tuple[float, ...]
-    """Seconds of a step with each number of positions; positive."""
-
-    def __post_init__(self) -> None:
-        assert len(self.positions) == len(self.seconds) >= 2, "a time for each point"
-        assert all(low < high for low, high in pairwise(self.positions)), "positions rise"
-        assert min(self.seconds) > 0, "steps take time"
-
-    def at(self, positions: float) -> float:
-        """Return the seconds of a step.
-
-        Beyond the last point, the last piece is extended if it rises, and the time stays otherwise.
-        """
-        if positions <= self.positions[0]:
-            return self.seconds[0]
-        index = min(bisect_left(self.positions, positions), len(self.positions) - 1)
-        (low, high), (low_s, high_s) = (
-            values[index - 1 : index + 1] for values in (self.positions, self.seconds)
-        )
-        rise = (high_s - low_s) / (high - low)
-        if positions > high and rise < 0:
-            return high_s
-        return low_s + rise * (positions - low)
-
-
-def linear_step_time(t0_s: float, positions_to_double: float) -> StepTime:
-    """Return ``t0 * (1 + positions / K)``: a fixed part, mostly for reading the weights, and more.
-
-    Args:
-        t0_s: seconds of a step without positions.
-        positions_to_double: K, the number of positions that doubles the time.
-    """
-    return StepTime((0.0, positions_to_double), (t0_s, 2 * t0_s))
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from mars_autoscale.model.capacity import AR, Capacity, Rung, StepTime, Window
+from mars_autoscale.model.capacity import AR, Capacity, Rung, Window
 from mars_autoscale.model.expectations import Expectation
 from mars_autoscale.model.frontier_points import FrontierPoint
+from mars_autoscale.model.step_times import StepTimes
 from mars_platform.checkpoint.files import write_whole
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.config import Settings, build_settings, read_json
@@ -68,15 +69,9 @@ class StepTable(Settings):
             raise ValueError(f"must be {rows} rows, one a position, of {columns} times each")
         return seconds
 
-    def at_cached(self, num_cached: float) -> StepTime:
-        """Return the step times over positions, for a number of cached tokens.
-
-        Args:
-            num_cached: cached tokens that all rows together read; interpolated as in `StepTime.at`.
-        """
-        # each row of the table is interpolated by the same rule as step times over positions
-        seconds = tuple(StepTime(self.stored, row).at(num_cached) for row in self.seconds)
-        return StepTime(self.positions, seconds)
+    def times(self) -> StepTimes:
+        """Return the times, which can be asked for any step."""
+        return StepTimes(self.positions, self.stored, self.seconds)
 
 
 class Frontier(Settings):
@@ -227,7 +222,7 @@ class Frontier(Settings):
                 f"target_threshold: {target_threshold:g} is not among the measured ones "
                 f"({', '.join(f'{threshold:g}' for threshold in known)}); choose one of them"
             )
-        step_time = self.step_seconds.at_cached(max_num_seqs * mean_cached_tokens)
+        step_time = self.step_seconds.times().at_cached(max_num_seqs * mean_cached_tokens)
         return Capacity(step_time, rungs, max_num_seqs, self.prefill_tokens_per_s, target_threshold)
 
 

@@ -9,8 +9,9 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from mars_autoscale.model.capacity import AR, Capacity, Rung, Window, linear_step_time
+from mars_autoscale.model.capacity import AR, Capacity, Rung, Window
 from mars_autoscale.model.frontier import read_frontier
+from mars_autoscale.model.step_times import linear_step_time
 from mars_autoscale.policy.settings import InnerSettings, OuterSettings
 from mars_autoscale.simulation.policies import (
     FixedThreshold,

@@ -9,13 +9,13 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
+from mars_autoscale.model.step_times import StepTimes
 from mars_autoscale.policy.reports import EngineStatus
 from mars_platform.checkpoint.adapted import load_weights
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method.mode import LiveDecoding
 from mars_serve.engine.adaptive.audit_room import AuditRoom
 from mars_serve.engine.adaptive.position_budget import PositionBudget
-from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.adaptive.window_choice import WindowChooser
 from mars_serve.engine.admission import Deadlines, Limits, check_mask
 from mars_serve.engine.attention.interface import Attention, KeyValueShape

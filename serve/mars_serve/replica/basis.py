@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import time
 
-from mars_autoscale.model.capacity import AR, Capacity, StepTime
+from mars_autoscale.model.capacity import AR, Capacity
 from mars_autoscale.model.frontier import FRONTIER_FILE, Frontier, read_frontier
+from mars_autoscale.model.step_times import StepTimes
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
 from mars_platform.errors import UserError
 from mars_serve.config.hardware import hardware_name
 from mars_serve.config.settings import ModelSettings
-from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.engine import Engine
 
 _MEAN_CACHED = 512
@@ -92,11 +92,6 @@ def _mean_cached(engine: Engine) -> float:
 def _ar_capacity(engine: Engine, times: StepTimes) -> Capacity:
     """Return the capacity of plain AR decoding by the measured step times."""
     max_num_seqs = engine.settings.max_num_seqs
-    cached = max_num_seqs * _mean_cached(engine)
-    seconds = [float(times.at(positions, cached)) for positions in times.positions]
+    step_time = times.at_cached(max_num_seqs * _mean_cached(engine))
     prefill_tokens_per_s = max(positions / times.at(positions, 0) for positions in times.positions)
-    if len(seconds) == 1:
-        step_time = StepTime((0.0, 1.0), (seconds[0], seconds[0]))
-    else:
-        step_time = StepTime(tuple(map(float, times.positions)), tuple(seconds))
     return Capacity(step_time, (AR,), max_num_seqs, prefill_tokens_per_s)

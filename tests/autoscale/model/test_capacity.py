@@ -3,15 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ladders import exact_rung, threshold_rung
-from mars_autoscale.model.capacity import (
-    AR,
-    ONE_TOKEN,
-    Capacity,
-    Rung,
-    StepTime,
-    Window,
-    linear_step_time,
-)
+from mars_autoscale.model.capacity import AR, ONE_TOKEN, Capacity, Rung, Window
+from mars_autoscale.model.step_times import StepTime, linear_step_time
 from mars_platform.method.mode import Mode
 
 SURE = threshold_rung(0.95, 1.695, 1.7)

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from ladders import CAPACITY, LADDER
-from mars_autoscale.model.capacity import linear_step_time
+from mars_autoscale.model.step_times import linear_step_time
 from mars_autoscale.policy import demand
 from mars_autoscale.policy.observe import Arrivals
 

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mars_autoscale.model.capacity import AR, Capacity, linear_step_time
+from mars_autoscale.model.capacity import AR, Capacity
+from mars_autoscale.model.step_times import linear_step_time
 from mars_autoscale.policy.decide import decide
 from mars_autoscale.policy.decision import OuterState
 from mars_autoscale.policy.lengths import (

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from mars_autoscale.model.capacity import AR, Capacity, linear_step_time
+from mars_autoscale.model.capacity import AR, Capacity
+from mars_autoscale.model.step_times import linear_step_time
 from mars_autoscale.policy.decision import ThresholdRange
 from mars_autoscale.simulation.cluster import Replica
 from mars_autoscale.simulation.dispatch import ServerQueue, TwoChoices

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mars_autoscale.model.capacity import AR, Capacity, linear_step_time
+from mars_autoscale.model.capacity import AR, Capacity
+from mars_autoscale.model.step_times import linear_step_time
 from mars_autoscale.simulation.cluster import PrefixCache, Replica, Served
 from mars_autoscale.simulation.figures import figures_of
 from mars_autoscale.simulation.policies import StaticReplicas, decode_plainly

@@ -5,7 +5,8 @@ import pytest
 
 from ladders import CAPACITY as FAST
 from ladders import exact_rung, threshold_rung
-from mars_autoscale.model.capacity import AR, Capacity, linear_step_time
+from mars_autoscale.model.capacity import AR, Capacity
+from mars_autoscale.model.step_times import linear_step_time
 from mars_autoscale.policy.decision import ThresholdRange
 from mars_autoscale.policy.inner_loop import InnerLoopDecision
 from mars_autoscale.policy.lengths import counts_of

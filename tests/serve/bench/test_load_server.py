@@ -19,7 +19,8 @@ import uvicorn
 
 from decoding.local_loop import LocalLoop
 from ladders import threshold_rung
-from mars_autoscale.model.capacity import AR, Capacity, linear_step_time
+from mars_autoscale.model.capacity import AR, Capacity
+from mars_autoscale.model.step_times import linear_step_time
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
 from mars_autoscale.policy.settings import OuterSettings
 from mars_autoscale.traces.files import TraceRequest, write_trace

@@ -292,7 +292,6 @@ async def test_a_replica_drains_though_requests_wait_for_others(start, ingress) 
     ending, staying = (start(name, SlowEngine, max_num_seqs=1) for name in "ab")
     backend = await ingress(ending, staying)
     running = [spawn(backend, request(f"{index}", 12)) for index in range(20)]
-    loops = ending.loop, staying.loop
     await soon(lambda: ending.loop.status().num_waiting > 4)
     ending.loop.tell(Condition(is_draining=True))
     await soon(lambda: not ending.loop.status().num_requests)

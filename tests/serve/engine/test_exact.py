@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decoding.engines import output_of, run
+from mars_autoscale.model.step_times import StepTimes
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method import reference
 from mars_platform.method.mode import Mode
-from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.attention.gathered import GatheredAttention
 from mars_serve.engine.batch import BatchRow
 from mars_serve.engine.decoding_options import DecodingOptions, Outcomes

@@ -11,13 +11,13 @@ import pytest
 from transformers import PreTrainedModel
 
 from decoding.engines import Engines, Models, Outputs
+from mars_autoscale.model.step_times import StepTimes
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.errors import UserError
 from mars_platform.method import reference
 from mars_platform.method.mode import Confidence, LiveDecoding, Mode
 from mars_platform.method.translation import Translation
 from mars_platform.tier import Tier
-from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.decoding_options import DecodingOptions, Span, Spans
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.outputs import StepOutput

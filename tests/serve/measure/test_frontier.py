@@ -14,8 +14,8 @@ import torch
 
 from conversations import read
 from frontiers import Corners, frontier_of, point
-from mars_autoscale.model.capacity import StepTime
 from mars_autoscale.model.frontier import read_frontier, write_frontier
+from mars_autoscale.model.step_times import StepTime
 from mars_platform.checkpoint.directory import Checkpoint, load_model, read_checkpoint
 from mars_platform.cli.report import jsonable
 from mars_platform.errors import UserError

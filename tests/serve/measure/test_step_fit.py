@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from mars_autoscale.model.capacity import StepTime, linear_step_time
+from mars_autoscale.model.step_times import StepTime, linear_step_time
 from mars_serve.measure.frontier.step_fit import fit_steps
 
 

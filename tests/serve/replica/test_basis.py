@@ -9,13 +9,13 @@ import torch
 
 from frontiers import AR, frontier_of, point
 from mars_autoscale.model.frontier import FRONTIER_FILE, write_frontier
+from mars_autoscale.model.step_times import StepTimes
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.config import build_settings
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_serve.config.hardware import cpu_name, hardware_name
 from mars_serve.config.settings import ModelSettings
-from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.replica.basis import autoscaling_basis
 from mars_serve.replica.engine_process import start_engine

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from ladders import exact_rung, threshold_rung
-from mars_autoscale.model.capacity import AR, Capacity, linear_step_time
+from mars_autoscale.model.capacity import AR, Capacity
+from mars_autoscale.model.step_times import linear_step_time
 from mars_autoscale.policy.decision import ThresholdRange
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
 from mars_autoscale.policy.reports import EngineStatus, Phase

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from mars_serve.engine.adaptive.step_times import StepTimes
+from mars_autoscale.model.step_times import StepTimes
 from mars_serve.engine.request import Request
 from mars_serve.engine.scheduled_row import ScheduledRow
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from mars_autoscale.model.step_times import StepTimes
 from mars_serve.engine.adaptive.acceptance_statistics import PRIOR, AcceptanceStatistics
 from mars_serve.engine.adaptive.draft_groups import (
     Candidate,
@@ -21,7 +22,6 @@ from mars_serve.engine.adaptive.draft_groups import (
     chosen_masks,
     num_given_drafts,
 )
-from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.request import Request
 
 _Bools = NDArray[np.bool_]

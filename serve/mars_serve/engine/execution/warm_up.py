@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from mars_serve.engine.adaptive.step_times import StepTimes
+from mars_autoscale.model.step_times import StepTimes
 from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.pages import PagePool
 from mars_serve.engine.request import Request

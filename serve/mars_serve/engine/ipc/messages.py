@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mars_autoscale.model.step_times import StepTimes
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
 from mars_autoscale.policy.reports import EngineStatus
 from mars_autoscale.queueing.estimate import LateRule
 from mars_platform.method.mode import LiveDecoding
-from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.ipc.listener import Address
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request

@@ -13,11 +13,11 @@ from operator import attrgetter
 from typing import Protocol
 
 from mars_autoscale.audit.counts import AuditOutcome
+from mars_autoscale.model.step_times import StepTimes
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
 from mars_autoscale.policy.reports import EngineStatus
 from mars_autoscale.queueing.grants import Grants, reserve_of
 from mars_platform.errors import UserError
-from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.ipc.auditor import Auditor

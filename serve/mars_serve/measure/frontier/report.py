@@ -82,7 +82,7 @@ def _rows(measured: MeasuredFrontier) -> list[dict[str, Any]]:
 def frontier_notes(measured: MeasuredFrontier, file: Path) -> list[str]:
     """Return the notes of the table."""
     frontier, num_rows = measured.frontier, measured.max_num_seqs
-    steps = frontier.step_seconds.at_cached(num_rows * measured.cached_tokens)
+    steps = frontier.step_seconds.times().at_cached(num_rows * measured.cached_tokens)
     few, many = steps.positions[0], steps.positions[-1]
     base = name_of_rung(measured.capacity.base())
     few_s, many_s = (f"{1e3 * steps.at(positions):.3g} ms" for positions in (few, many))

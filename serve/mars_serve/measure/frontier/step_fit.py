@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mars_autoscale.model.capacity import StepTime
+from mars_autoscale.model.step_times import StepTime
 
 _LEAST_RISE = 0.001
 """Least share of t0 by which the longest step is longer; a smaller rise is numerical noise."""

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from decoding.engine_requests import make_request
+from mars_autoscale.model.step_times import StepTimes
 from mars_platform.method.mode import Mode
-from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.adaptive.window_choice import WindowChooser
 from mars_serve.engine.decoding_options import Outcomes, Sampling
 from mars_serve.engine.request import Draft, Request

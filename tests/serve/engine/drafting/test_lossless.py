@@ -9,10 +9,10 @@ import pytest
 
 from decoding.engines import output_of, run
 from decoding.tiny_models import build_model
+from mars_autoscale.model.step_times import StepTimes
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
-from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.decoding_options import (
     DecodingOptions,
     GrammarKind,

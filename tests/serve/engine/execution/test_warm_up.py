@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from mars_serve.engine.adaptive.step_times import StepTimes
+from mars_autoscale.model.step_times import StepTimes
 from mars_serve.engine.execution.warm_up import (
     StepSizes,
     StepTimer,

@@ -13,10 +13,10 @@ from decoding.engine_requests import make_request
 from decoding.engines import output_of, prompt_of, run
 from decoding.local_loop import LocalLoop
 from mars_autoscale.audit.counts import AuditCounts, AuditKey, AuditOutcome
+from mars_autoscale.model.step_times import StepTimes
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method.mode import Confidence, LiveDecoding, Mode
 from mars_platform.tier import Tier
-from mars_serve.engine.adaptive.step_times import StepTimes
 from mars_serve.engine.decoding_options import (
     DecodingOptions,
     FinishReason,

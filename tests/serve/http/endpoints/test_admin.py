@@ -10,8 +10,9 @@ import pytest
 from ladders import threshold_rung
 from mars_autoscale.audit.counts import AuditCounts, AuditKey
 from mars_autoscale.audit.drift import Drift
-from mars_autoscale.model.capacity import AR, Capacity, linear_step_time
+from mars_autoscale.model.capacity import AR, Capacity
 from mars_autoscale.model.expectations import Expectation
+from mars_autoscale.model.step_times import linear_step_time
 from mars_autoscale.policy.decision import AutoscalerDecision, Reason
 from mars_autoscale.policy.lengths import counts_of
 from mars_autoscale.policy.outer_loop import AutoscalingBasis, OuterLoop

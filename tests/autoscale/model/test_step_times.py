@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mars_serve.engine.adaptive.step_times import StepTimes
+from mars_autoscale.model.step_times import StepTimes
 
 GRID = StepTimes((1, 5, 9), (0, 100), ((1.0, 2.0), (3.0, 6.0), (4.0, 9.0)))
 

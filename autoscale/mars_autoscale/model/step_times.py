@@ -1,12 +1,15 @@
-"""Measured step times, interpolated over positions and cached tokens."""
+"""Seconds of a step over its positions, and over the cached tokens that it reads.
+
+Imports no Ray, torch or HTTP library.
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +22,47 @@ _FAR = 1e9
 
 
 @dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by its number of positions, interpolated between measured points."""
+
+    positions: tuple[float, ...]
+    """Numbers of positions, rising, at least one."""
+    seconds: tuple[float, ...]
+    """Seconds of a step with each number of positions; positive."""
+
+    def __post_init__(self) -> None:
+        assert len(self.positions) == len(self.seconds) >= 1, "a time for each point"
+        assert all(low < high for low, high in pairwise(self.positions)), "positions rise"
+        assert min(self.seconds) > 0, "steps take time"
+
+    def at(self, positions: float) -> float:
+        """Return the seconds of a step.
+
+        Beyond the last point, the last piece is extended if it rises, and the time stays otherwise.
+        """
+        if positions <= self.positions[0] or len(self.positions) == 1:
+            return self.seconds[0]
+        index = min(bisect_left(self.positions, positions), len(self.positions) - 1)
+        (low, high), (low_s, high_s) = (
+            values[index - 1 : index + 1] for values in (self.positions, self.seconds)
+        )
+        rise = (high_s - low_s) / (high - low)
+        if positions > high and rise < 0:
+            return high_s
+        return low_s + rise * (positions - low)
+
+
+def linear_step_time(t0_s: float, positions_to_double: float) -> StepTime:
+    """Return ``t0 * (1 + positions / K)``: a fixed part, mostly for reading the weights, and more.
+
+    Args:
+        t0_s: seconds of a step without positions.
+        positions_to_double: K, the number of positions that doubles the time.
+    """
+    return StepTime((0.0, positions_to_double), (t0_s, 2 * t0_s))
+
+
+@dataclass(frozen=True)
 class StepTimes:
     """Seconds per step on a grid of positions and of cached tokens read.
 
@@ -26,9 +70,9 @@ class StepTimes:
     than one of three.
     """
 
-    positions: tuple[int, ...]
+    positions: tuple[float, ...]
     """Grid of positions per step, rising."""
-    cached_tokens: tuple[int, ...]
+    cached_tokens: tuple[float, ...]
     """Grid of cached tokens that a step reads, summed over its rows, rising."""
     seconds: tuple[tuple[float, ...], ...]
     """Seconds at each point of the grid, ``seconds[positions][cached tokens]``."""
@@ -62,13 +106,22 @@ class StepTimes:
         first point's time. Past the last point the last segment is continued if it rises, and the
         last point's time is returned if it falls.
         """
+        line: Any = self._line(cached_tokens)
+        seconds: _Floats = np.interp(positions, self._positions_grid, line)
+        return seconds + self.mask_s * has_masks
+
+    def at_cached(self, cached_tokens: float) -> StepTime:
+        """Return the times of steps that read so many cached tokens and feed no mask."""
+        return StepTime(self.positions, tuple(self._line(cached_tokens)[:-1].tolist()))
+
+    def _line(self, cached_tokens: float) -> _Floats:
+        """Return the seconds at each number of positions and at the far point."""
         grid = self._cached_tokens_grid
         upper = min(max(bisect_right(grid, cached_tokens), 1), len(grid) - 1)
         low, high = grid[upper - 1], grid[upper]
         part = max(0.0, (cached_tokens - low) / (high - low))
-        line = self._table[upper - 1] * (1 - part) + self._table[upper] * part  # [positions]
-        seconds: _Floats = np.interp(positions, self._positions_grid, line)
-        return seconds + self.mask_s * has_masks
+        line: _Floats = self._table[upper - 1] * (1 - part) + self._table[upper] * part
+        return line
 
     @cached_property
     def _positions_grid(self) -> _Floats:
@@ -85,7 +138,7 @@ class StepTimes:
         return _with_far_point(table.T, self.cached_tokens)
 
 
-def _with_far_point(table: _Floats, grid: tuple[int, ...]) -> _Floats:
+def _with_far_point(table: _Floats, grid: tuple[float, ...]) -> _Floats:
     """Append a row for `_FAR` to ``table`` ``[grid, other]``, by the last slope if it rises."""
     slope = np.zeros(table.shape[1])
     if len(grid) > 1:
