@@ -1,10 +1,9 @@
-"""The autoscaler's metrics in Prometheus' text format."""
+"""The autoscaler's metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -41,17 +40,12 @@ _DECISION_GAUGES = {
 """Field of `AutoscalerDecision` and description of each gauge, by the gauge's name."""
 
 
-def exposition(loops: Mapping[str, OuterLoop]) -> str:
-    """Return all models' metrics as text.
+class AutoscalerMetrics(Collector):
+    """The latest decision of each model, and the number of decisions by reason.
 
     Args:
         loops: outer loops by the model's name.
     """
-    return generate_latest(AutoscalerMetrics(loops)).decode()
-
-
-class AutoscalerMetrics(Collector):
-    """The latest decision of each model, and the number of decisions by reason."""
 
     def __init__(self, loops: Mapping[str, OuterLoop]) -> None:
         self._loops = loops

@@ -9,6 +9,8 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from prometheus_client.core import Metric
+
 from mars_autoscale.audit.drift import Drift
 from mars_autoscale.policy.decision import AutoscalerDecision, ThresholdRange
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
@@ -89,8 +91,8 @@ class Backend(Protocol):
     async def trust_frontier(self) -> None:
         """Forget what audits have said about the frontier; do nothing without an autoscaler."""
 
-    async def metrics(self) -> list[str]:
-        """Return every replica's metrics in Prometheus' text format."""
+    async def metrics(self) -> list[Metric]:
+        """Return the metrics of every replica and of the autoscaler."""
 
     async def picture(self, since_s: int | None) -> Picture:
         """Return what was added to the dashboard's picture since a time; all of it if None."""

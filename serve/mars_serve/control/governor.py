@@ -14,9 +14,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from prometheus_client.core import Metric
+
 from mars_autoscale.policy.decide import decide
 from mars_autoscale.policy.decision import AutoscalerDecision, Reason, ThresholdRange
-from mars_autoscale.policy.metrics import exposition
+from mars_autoscale.policy.metrics import AutoscalerMetrics
 from mars_autoscale.policy.outer_loop import (
     AutoscalingBasis,
     ClusterView,
@@ -177,9 +179,10 @@ class Governor:
         self._advance(model, board)
         return board.picture(since_s, self._loops.get(model), self._published.get(model))
 
-    async def metrics(self, model: str) -> str:
-        """Return the metrics of a model's autoscaling in Prometheus' text format."""
-        return exposition({name: each for name, each in self._loops.items() if name == model})
+    async def metrics(self, model: str) -> list[Metric]:
+        """Return the metrics of a model's autoscaling."""
+        loops = {name: each for name, each in self._loops.items() if name == model}
+        return list(AutoscalerMetrics(loops).collect())
 
     def _board(self, model: str) -> Board:
         """Return a model's board.

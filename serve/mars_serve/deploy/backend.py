@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from typing import Any
 
+from prometheus_client.core import Metric
 from ray.exceptions import GetTimeoutError, RayError
 from ray.serve.handle import DeploymentHandle
 
@@ -129,14 +130,14 @@ class ReplicaBackend:
         """Forget what audits have said about the frontier."""
         await self._govern("trust_frontier", self._model)
 
-    async def metrics(self) -> list[str]:
-        """Return the metrics of every replica and of the autoscaler in Prometheus' text format."""
-        texts: list[str] = await self._ask_all("exposition")
+    async def metrics(self) -> list[Metric]:
+        """Return the metrics of every replica and of the autoscaler."""
+        found: list[Metric] = [each for answer in await self._ask_all("metrics") for each in answer]
         if self._is_governed:
             with suppress(RayError, TimeoutError):
                 asked = self._governor.call("metrics", self._model)
-                texts.append(await asyncio.wait_for(asked, _ASK_S))
-        return texts
+                found += await asyncio.wait_for(asked, _ASK_S)
+        return found
 
     async def picture(self, since_s: int | None) -> Picture:
         """Return what the governor has added to the dashboard's picture since a time."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 
-from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -87,10 +86,6 @@ class IngressTelemetry(Collector):
         }
         waiting = self._queues[model]() if model in self._queues else {}
         return IngressReport(self._replica, arrived, prompt_tokens, waiting, ended, rejected)
-
-    def exposition(self) -> str:
-        """Return all metrics in Prometheus' text format."""
-        return generate_latest(self).decode()
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metric families."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
@@ -116,10 +115,6 @@ class ReplicaTelemetry(Collector):
         except EngineDied:
             self._last = replace(self._last, phase=Phase.OVERDUE, age_s=loop.age_s)
         return self._last
-
-    def exposition(self) -> str:
-        """Return all metrics in Prometheus' text format."""
-        return generate_latest(self).decode()
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metric families; those of the engine are missing if it has died."""

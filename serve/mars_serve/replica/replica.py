@@ -6,6 +6,7 @@ import asyncio
 from contextlib import suppress
 
 import ray
+from prometheus_client.core import Metric
 from ray import serve
 from ray.serve import metrics
 
@@ -60,9 +61,9 @@ class ModelReplica:
         assert self._loop.address is not None
         return self._name, self._loop.address
 
-    async def exposition(self) -> str:
-        """Return the replica's metrics in Prometheus' text format."""
-        return self._telemetry.exposition()
+    async def metrics(self) -> list[Metric]:
+        """Return the replica's metrics."""
+        return list(self._telemetry.collect())
 
     async def report(self) -> ReplicaReport:
         """Return how full the engine is and what it decodes with.

@@ -1,9 +1,8 @@
 from prometheus_client.core import CounterMetricFamily
-from prometheus_client.parser import text_string_to_metric_families
 
 from ladders import CAPACITY
 from mars_autoscale.policy.decision import Reason
-from mars_autoscale.policy.metrics import exposition
+from mars_autoscale.policy.metrics import AutoscalerMetrics
 from mars_autoscale.policy.outer_loop import AutoscalingBasis, OuterLoop
 from mars_autoscale.policy.settings import OuterSettings
 
@@ -20,7 +19,7 @@ def test_metrics_can_be_read_while_another_thread_counts_a_new_reason(monkeypatc
     monkeypatch.setattr(CounterMetricFamily, "add_metric", add_and_count)
     (family,) = (
         each
-        for each in text_string_to_metric_families(exposition({"m": loop}))
+        for each in AutoscalerMetrics({"m": loop}).collect()
         if each.name == "marsray_autoscaler_decisions"
     )
     assert {sample.labels["reason"]: sample.value for sample in family.samples} == {
@@ -33,6 +32,12 @@ def test_a_metric_tells_that_a_frontier_is_refused():
     used, refused = OuterLoop(), OuterLoop()
     used.basis = AutoscalingBasis(CAPACITY, OuterSettings())
     refused.basis = AutoscalingBasis(CAPACITY, OuterSettings(), refused="it is damaged")
-    lines = exposition({"used": used, "refused": refused}).splitlines()
-    assert 'marsray_autoscaler_frontier_refused{model="used"} 0.0' in lines
-    assert 'marsray_autoscaler_frontier_refused{model="refused"} 1.0' in lines
+    (family,) = (
+        each
+        for each in AutoscalerMetrics({"used": used, "refused": refused}).collect()
+        if each.name == "marsray_autoscaler_frontier_refused"
+    )
+    assert {each.labels["model"]: each.value for each in family.samples} == {
+        "used": 0.0,
+        "refused": 1.0,
+    }

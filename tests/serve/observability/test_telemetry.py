@@ -7,9 +7,7 @@ import prometheus_client
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily
-from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from decoding.local_loop import LocalLoop
@@ -48,11 +46,11 @@ def request(name, *, mode=Mode.AR, **options):
     return Request(name, list(PROMPT), DecodingOptions(mode=mode, **options))
 
 
-def values(text, **labels):
+def values(collector, **labels):
     """Return the values, by name, of the samples with exactly these labels."""
     return {
         sample.name: sample.value
-        for family in text_string_to_metric_families(text)
+        for family in collector.collect()
         for sample in family.samples
         if sample.labels == labels
     }
@@ -73,7 +71,7 @@ async def test_a_replica_counts_the_tokens_and_passes_of_its_requests(replica, l
     passes = [output for outputs in ran for output in outputs]
     num_tokens = 5 + 9 + 12
     num_first = sum(len(outputs[0].tokens) for outputs in ran)
-    found = values(replica.exposition(), model="mars", replica="r1")
+    found = values(replica, model="mars", replica="r1")
 
     assert len(ran[2]) < 12  # several tokens per pass, or the counts below would not differ
     assert found["marsray_prompt_tokens_total"] == 3 * len(PROMPT)
@@ -96,10 +94,10 @@ async def test_a_replica_counts_the_tokens_and_passes_of_its_requests(replica, l
 async def test_a_cancelled_request_counts_and_holds_no_pages(replica, loop):
     stream = loop.stream(request("a", max_tokens=100))
     await anext(stream)
-    held = values(replica.exposition(), model="mars", replica="r1")
+    held = values(replica, model="mars", replica="r1")
     await stream.aclose()
     await loop.told(1)
-    found = values(replica.exposition(), model="mars", replica="r1")
+    found = values(replica, model="mars", replica="r1")
 
     assert held["marsray_num_requests_running"] == 1
     assert held["marsray_kv_cache_usage_ratio"] > 0
@@ -112,13 +110,13 @@ async def test_a_cancelled_request_counts_and_holds_no_pages(replica, loop):
 async def test_prefix_hits_are_counted(replica, loop):
     for name in "ab":
         await run(loop, request(name, max_tokens=1))
-    found = values(replica.exposition(), model="mars", replica="r1")
+    found = values(replica, model="mars", replica="r1")
     assert found["marsray_prefix_cache_hit_tokens_total"] == 4  # one full page of 4
 
 
 async def test_the_live_threshold_is_that_of_the_engine(replica, loop):
     loop.set_live(LiveDecoding(0.625))
-    found = values(replica.exposition(), model="mars", replica="r1")
+    found = values(replica, model="mars", replica="r1")
     assert found["marsray_confidence_threshold"] == 0.625
 
 
@@ -131,8 +129,7 @@ def arrived(telemetry, name, **options):
 
 
 def exposed(telemetry, **labels):
-    text = generate_latest(Families(telemetry)).decode()
-    return values(text, **{"model": "mars", "replica": "r1", **labels})
+    return values(Families(telemetry), **{"model": "mars", "replica": "r1", **labels})
 
 
 class Families(Collector):
@@ -222,7 +219,7 @@ def test_a_copy_is_small_however_many_requests_run():
 
 def test_the_times_are_reported_even_if_the_engine_is_dead(replica, loop):
     loop.stop()
-    names = {family.name for family in text_string_to_metric_families(replica.exposition())}
+    names = {family.name for family in replica.collect()}
     assert "marsray_e2e_request_latency_seconds" in names
     assert "marsray_num_requests_running" not in names
 
@@ -266,17 +263,18 @@ def test_requests_for_models_that_are_not_served_share_a_label():
     for name in ("anything", "else", None):
         ingress.count(name, "rejected_404")
     ingress.count_rejection("else", 404, "model_not_found")
-    text = ingress.exposition()
-    assert values(text, model="mars", replica="i1", outcome="stop") == {"marsray_requests_total": 1}
-    assert values(text, model="", replica="i1", outcome="rejected_404") == {
+    assert values(ingress, model="mars", replica="i1", outcome="stop") == {
+        "marsray_requests_total": 1
+    }
+    assert values(ingress, model="", replica="i1", outcome="rejected_404") == {
         "marsray_requests_total": 3
     }
-    assert values(text, model="", replica="i1", status="404", code="model_not_found") == {
+    assert values(ingress, model="", replica="i1", status="404", code="model_not_found") == {
         "marsray_rejections_total": 1
     }
     ingress.count_moves("mars", 2)
     ingress.count_moves("mars", 1)
-    assert values(ingress.exposition(), model="mars", replica="i1") == {"marsray_moves_total": 3}
+    assert values(ingress, model="mars", replica="i1") == {"marsray_moves_total": 3}
 
 
 class FakeInstrument:

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx2
 from fastapi import FastAPI
+from prometheus_client.core import Metric
 
 from decoding.local_loop import LocalLoop
 from mars_autoscale.policy.reports import ReplicaReport
@@ -70,7 +71,7 @@ class LoopBackend:
     async def trust_frontier(self) -> None:
         pass
 
-    async def metrics(self) -> list[str]:
+    async def metrics(self) -> list[Metric]:
         return []
 
     async def picture(self, since_s: int | None) -> Picture:
@@ -109,7 +110,7 @@ class BrokenBackend:
     async def trust_frontier(self) -> None:
         pass
 
-    async def metrics(self) -> list[str]:
+    async def metrics(self) -> list[Metric]:
         return []
 
     async def picture(self, since_s: int | None) -> Picture:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from mars_serve.api.schema import errors_described
@@ -23,7 +23,7 @@ from mars_serve.http.recent import Recent
 from mars_serve.observability.ingress_telemetry import IngressTelemetry
 
 _MAX_AGE_S = 1.0
-"""Seconds for which the metrics of replicas are kept, which are costly to get and to parse."""
+"""Seconds for which the metrics of replicas are kept, which are costly to get."""
 _CONTENT = {"schema": {"type": "string"}}
 _DESCRIBED: dict[str, Any] = {
     "description": "Metrics of the server and of every replica.",
@@ -39,12 +39,11 @@ def metrics_router(models: Mapping[str, ServedModel], telemetry: IngressTelemetr
     @router.get("/metrics", response_class=Response, responses={200: _DESCRIBED})
     async def metrics(request: Request) -> Response:
         """Return metrics in Prometheus' text format, or in OpenMetrics if the client accepts it."""
-        asked = (of_model(_MAX_AGE_S) for of_model in recent)
-        texts = [text for found in await asyncio.gather(*asked) for text in found]
+        found = await asyncio.gather(*(of_model(_MAX_AGE_S) for of_model in recent))
         encode, content_type = _encoder(request.headers.get("accept", ""))
-        texts.append(telemetry.exposition())
-        # parsing takes 5 ms per replica, too long to block streams
-        content = await asyncio.to_thread(lambda: encode(_Merged(texts)))
+        merged = _Merged([*chain(*found), *telemetry.collect()])
+        # with many replicas it takes too long to block streams
+        content = await asyncio.to_thread(lambda: encode(merged))
         return Response(content, headers={"Content-Type": content_type})
 
     return router
@@ -58,20 +57,18 @@ def _encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:
         return choose_encoder("")
 
 
-def _recent_metrics(model: ServedModel) -> Recent[list[str]]:
+def _recent_metrics(model: ServedModel) -> Recent[list[Metric]]:
     return Recent(lambda: model.backend.metrics())
 
 
 class _Merged(Collector):
-    """Merges several expositions: each metric family once, with all samples."""
+    """Merges metric families: each name once, with all samples."""
 
-    def __init__(self, texts: Iterable[str]) -> None:
+    def __init__(self, families: Iterable[Metric]) -> None:
         self._families: dict[str, Metric] = {}
-        for text in texts:
-            for family in text_string_to_metric_families(text):
-                known = self._families.setdefault(family.name, family)
-                if known is not family:
-                    known.samples.extend(family.samples)
+        for each in families:
+            merged = Metric(each.name, each.documentation, each.type)
+            self._families.setdefault(each.name, merged).samples.extend(each.samples)
 
     def collect(self) -> Iterator[Metric]:
         yield from self._families.values()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from ladders import CAPACITY
@@ -32,8 +33,8 @@ BASIS = AutoscalingBasis(CAPACITY, OuterSettings(max_replicas=3, period_s=0.02))
 class ScaledBackend(LoopBackend):
     """A backend with the metrics of its engine and of a governor that decides."""
 
-    async def metrics(self) -> list[str]:
-        return [self._replica.exposition(), await self.governor.metrics("model")]
+    async def metrics(self) -> list[Metric]:
+        return [*self._replica.collect(), *await self.governor.metrics("model")]
 
 
 def queries() -> list[tuple[str, str]]:

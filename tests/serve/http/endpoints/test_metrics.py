@@ -39,8 +39,8 @@ def app(
                 for index, loop in enumerate(replicas)
             ]
 
-        async def metrics(self) -> list[str]:
-            return [replica.exposition() for replica in self.telemetry]
+        async def metrics(self) -> list[Metric]:
+            return [each for replica in self.telemetry for each in replica.collect()]
 
     def model(name: str, *replicas: LocalLoop) -> ServedModel:
         checkpoint = replicas[0].engine.checkpoint

@@ -16,7 +16,6 @@ from fastapi.responses import StreamingResponse
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
-from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
 from starlette.types import Message
 
@@ -104,7 +103,7 @@ def own(telemetry: IngressTelemetry, spans: InMemorySpanExporter) -> FastAPI:
 
 
 def counted(telemetry: IngressTelemetry) -> dict[tuple[str, str], float]:
-    families = text_string_to_metric_families(telemetry.exposition())
+    families = telemetry.collect()
     return {
         (sample.labels["model"], sample.labels["outcome"]): sample.value
         for family in families
