@@ -5,21 +5,23 @@ Imports no Ray or HTTP library.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client.core import Metric
 
 from mars_autoscale.audit.counts import AuditCounts, AuditKey, AuditOutcome, added
+from mars_autoscale.policy.lengths import LengthCounter
 from mars_autoscale.policy.reports import RequestCounts
 from mars_platform.method.mode import Mode
+from mars_platform.tier import Tier
 from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
 from mars_serve.observability.audit_metrics import audit_families
 from mars_serve.observability.metric_families import Histogram, HistogramDefinition
-from mars_serve.observability.request_load import RequestLoad
 
 # Upper ends of the buckets. Seconds: a step takes 1 ms to 1 s, a request takes steps to minutes.
 _TOKEN_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05,
@@ -78,6 +80,15 @@ TOKEN_GAP_BOUNDS_S = _INTER_TOKEN_LATENCY.bounds
 _FAILED = frozenset({FinishReason.ERROR, FinishReason.REFUSED, FinishReason.TIMEOUT})
 
 
+def live_tier(request: Request) -> Tier | None:
+    """Return the tier whose live τ decodes a request; None if its own mode or τ does."""
+    options = request.options
+    is_pinned = options.mode is not Mode.THRESHOLD or options.threshold is not None
+    if is_pinned:
+        return None
+    return Tier.FLEX if options.tier is Tier.FLEX else Tier.DEFAULT
+
+
 @dataclass(slots=True)
 class _Times:
     """One request's times by ``time.monotonic``, and its counts."""
@@ -95,8 +106,6 @@ class RequestTelemetry:
     """The `Observer` of an engine; a pickled copy holds what has been counted so far."""
 
     def __init__(self) -> None:
-        self.load = RequestLoad()
-        """Requests that have arrived, that wait and that run."""
         self.audits = dict[AuditKey, AuditCounts]()
         """Audited outputs."""
         self._first = Histogram(_TIME_TO_FIRST_TOKEN)
@@ -105,6 +114,10 @@ class RequestTelemetry:
         self._queue = Histogram(_QUEUE_TIME)
         self._tokens = Histogram(_TOKENS_PER_FORWARD)
         self._threshold = Histogram(_REQUEST_THRESHOLD)
+        self._prompt_tokens = self._prefix_hit_tokens = 0
+        self._lengths = LengthCounter()
+        self._live_tiers = Counter[Tier | None]()
+        """Present requests by `live_tier`."""
         self._times: dict[str, _Times] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -114,18 +127,26 @@ class RequestTelemetry:
     @property
     def counts(self) -> RequestCounts:
         """Counts since the start, as the replica reports them."""
-        return replace(
-            self.load.counts,
-            first_token=self._first.counts,
-            token_gap=self._gap.counts,
-            audits=self.audits,
+        return RequestCounts(
+            self._prompt_tokens,
+            self._prefix_hit_tokens,
+            self._lengths.counts,
+            self._first.counts,
+            self._gap.counts,
+            self.audits,
         )
+
+    def share(self, tier: Tier | None) -> float:
+        """Return the share, 0 to 1, of the present requests that have this `live_tier`."""
+        return self._live_tiers[tier] / max(self._live_tiers.total(), 1)
 
     def come(self, request: Request) -> None:
         """Count a request that waits from now on."""
         assert request.arrived_at is not None
         self._times[request.id] = _Times(request.arrived_at)
-        self.load.come(request)
+        self._prompt_tokens += request.num_prompt
+        self._lengths.begun(request.options.max_tokens)
+        self._live_tiers[live_tier(request)] += 1
 
     def stepped(self, request: Request, output: StepOutput, now_s: float) -> None:
         """Count an output at a time by ``time.monotonic``."""
@@ -134,7 +155,7 @@ class RequestTelemetry:
             return
         if not times.num_outputs:
             self._queue.observe(output.queue_s)
-            self.load.begun(output.num_prefix_hit_tokens)
+            self._prefix_hit_tokens += output.num_prefix_hit_tokens
         times.num_outputs += 1
         num_tokens = len(output.tokens)
         if not num_tokens:
@@ -145,7 +166,7 @@ class RequestTelemetry:
             self._first.observe(now_s - times.start_s)
         times.last_s = now_s
         times.num_passes += 1
-        self.load.grown(times.num_tokens, times.num_tokens + num_tokens)
+        self._lengths.grown(times.num_tokens, times.num_tokens + num_tokens)
         times.num_tokens += num_tokens
         times.sum_threshold += output.threshold
         self._tokens.observe(num_tokens)
@@ -153,9 +174,9 @@ class RequestTelemetry:
     def gone(self, request: Request, now_s: float) -> None:
         """Count a request that has ended at a time by ``time.monotonic``."""
         times = self._times.pop(request.id)
-        has_begun = times.num_outputs > 0
-        self.load.gone(request, has_begun=has_begun, num_tokens=times.num_tokens)
-        if has_begun:
+        self._live_tiers[live_tier(request)] -= 1
+        if times.num_outputs:
+            self._lengths.ended(times.num_tokens)
             self._e2e.observe(now_s - times.start_s)
         if times.num_passes and request.options.mode is Mode.THRESHOLD:
             self._threshold.observe(times.sum_threshold / times.num_passes)

@@ -90,5 +90,5 @@ def _steering(settings: ModelSettings, loop: EngineLoop, telemetry: ReplicaTelem
     if loop.basis is None or settings.autoscaling is None:
         return Steering(loop, initial)
     return InnerSteering(
-        loop, initial, loop.basis, settings.autoscaling, lambda: telemetry.requests.load
+        loop, initial, loop.basis, settings.autoscaling, lambda: telemetry.requests
     )

@@ -21,7 +21,7 @@ from mars_platform.tier import Tier
 from mars_serve.config.served import PublishedThreshold
 from mars_serve.config.settings import AutoscalingSettings
 from mars_serve.engine.ipc.loop import EngineLoop
-from mars_serve.observability.request_load import RequestLoad
+from mars_serve.observability.request_telemetry import RequestTelemetry
 
 _PROMPT_WINDOW_S = 5.0
 """Seconds over which the share of time that prompts take is measured."""
@@ -80,7 +80,7 @@ class InnerSteering(Steering):
         initial: PublishedThreshold,
         basis: AutoscalingBasis,
         settings: AutoscalingSettings,
-        load: Callable[[], RequestLoad],
+        requests: Callable[[], RequestTelemetry],
     ) -> None:
         """Apply the target τ, or the initial one if it was set by hand.
 
@@ -89,11 +89,11 @@ class InnerSteering(Steering):
             initial: the governor's value, as far as it is known.
             basis: figures by which the model is autoscaled.
             settings: settings of the model's autoscaling.
-            load: returns the present load.
+            requests: returns what is known of the engine's requests.
         """
         self.basis: AutoscalingBasis = basis
         self._settings = settings
-        self._load = load
+        self._requests = requests
         self._inner_loop = InnerLoop(basis.capacity, settings.inner)
         self._range = ThresholdRange(
             basis.settings.floor_threshold, basis.settings.flex_floor_threshold
@@ -128,7 +128,7 @@ class InnerSteering(Steering):
         if not self._range.is_saturated or self.published.is_pinned:
             return None
         each_s = self.basis.capacity.busy_s(
-            self._lengths.mean, self._load().counts.mean_prompt_tokens, self.decision.gain
+            self._lengths.mean, self._requests().counts.mean_prompt_tokens, self.decision.gain
         )
         return LateRule(each_s, self._settings.objective_ttft_s)
 
@@ -141,8 +141,8 @@ class InnerSteering(Steering):
             load=status.num_requests,
             allowed=self._range,
             prompt_share=self._prompt_share(status, now_s),
-            flex_share=self._load().share(Tier.FLEX),
-            pinned_share=self._load().share(None),
+            flex_share=self._requests().share(Tier.FLEX),
+            pinned_share=self._requests().share(None),
         )
 
     def _prompt_share(self, status: EngineStatus, now_s: float) -> float:
@@ -157,7 +157,7 @@ class InnerSteering(Steering):
         return min(rate / self.basis.capacity.prefill_tokens_per_s, 1.0)
 
     def _note_lengths(self) -> None:
-        counts = self._load().counts.lengths
+        counts = self._requests().counts.lengths
         self._lengths = self._lengths.followed_by(counts - self._counts)
         self._counts = counts
 

@@ -397,7 +397,7 @@ async def test_reports_of_replicas_count_what_waits_before_them_once(start, ingr
     num = len(blocks) + len(waiting)
 
     def totals() -> tuple[int, int, int]:
-        found = [loop.activity.load.counts for loop in loops]
+        found = [loop.activity.counts for loop in loops]
         return (
             sum(each.lengths.num_begun for each in found),
             sum(each.prompt_tokens for each in found),

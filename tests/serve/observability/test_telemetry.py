@@ -12,7 +12,6 @@ from prometheus_client.registry import Collector
 
 from decoding.local_loop import LocalLoop
 from mars_autoscale.policy.lengths import counts_of
-from mars_autoscale.policy.reports import RequestCounts
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.method.mode import LiveDecoding, Mode
 from mars_platform.tier import Tier
@@ -186,7 +185,7 @@ def test_a_request_that_never_began_is_not_timed(reason):
         telemetry.stepped(left, StepOutput("a", [], reason), 10.5)
     telemetry.gone(left, 11.0)
     assert not any(value for name, value in exposed(telemetry).items() if name.endswith("_count"))
-    assert telemetry.load.counts.lengths.num_ended == 0
+    assert telemetry.counts.lengths.num_ended == 0
 
 
 def test_the_counts_are_the_same_on_the_other_side_of_a_connection():
@@ -199,13 +198,14 @@ def test_the_counts_are_the_same_on_the_other_side_of_a_connection():
     arrived(telemetry, "waits", **flex)
     received = pickle.loads(pickle.dumps(telemetry))  # noqa: S301
     assert exposed(received) == exposed(telemetry)
-    assert received.load.counts == telemetry.load.counts
+    assert received.counts == telemetry.counts
     lengths = replace(counts_of([6], [1]), num_begun=3, limits=9 + 4 + 4)
-    assert received.load.counts == RequestCounts(3 * len(PROMPT), 0, lengths)
-    assert received.load.share(Tier.FLEX) == telemetry.load.share(Tier.FLEX) == 1.0
+    assert received.counts.lengths == lengths
+    assert received.counts.prompt_tokens == 3 * len(PROMPT)
+    assert received.share(Tier.FLEX) == telemetry.share(Tier.FLEX) == 1.0
     telemetry.stepped(running, StepOutput("runs", [7], FinishReason.LENGTH), 10.2)
     telemetry.gone(running, 10.2)
-    found = [each.load.counts.lengths.num_ended for each in (received, telemetry)]
+    found = [each.counts.lengths.num_ended for each in (received, telemetry)]
     assert found == [1, 2]
 
 

@@ -29,7 +29,7 @@ from mars_serve.engine.ipc.messages import LoadUpdate, Ready, SetLateRule, StepR
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
 from mars_serve.observability.replica_telemetry import ReplicaTelemetry
-from mars_serve.observability.request_load import RequestLoad
+from mars_serve.observability.request_telemetry import RequestTelemetry
 from mars_serve.replica.steering import InnerSteering, Steering
 
 LADDER = (
@@ -113,7 +113,7 @@ async def engine():
 
 def steering_of(engine, load=None, basis=BASIS, **settings):
     wanted = AutoscalingSettings(max_replicas=4, **settings)
-    load = load or RequestLoad()
+    load = load or RequestTelemetry()
     initial = PublishedThreshold(0, 1.0)
     return InnerSteering(engine.loop, initial, basis, wanted, lambda: load)
 
@@ -202,17 +202,16 @@ async def test_a_threshold_that_is_given_back_follows_the_load_again(engine):
 
 
 def full_load():
-    """Return the load of two waiting requests of tier flex, after many of 80 tokens have ended."""
-    load = RequestLoad()
+    """Return counts with two waiting requests of tier flex, after many of 80 tokens have ended."""
+    requests = RequestTelemetry()
     for _ in range(NUM_ENDED):
-        ended = Request("e", [5], DEFAULT)
-        load.come(ended)
-        load.begun(0)
-        load.grown(0, 80)
-        load.gone(ended, has_begun=True, num_tokens=80)
-    for _ in range(2):
-        load.come(Request("w", [5], FLEX))
-    return load
+        ended = Request("e", [5], DEFAULT, arrived_at=1.0)
+        requests.come(ended)
+        requests.stepped(ended, StepOutput("e", [7] * 80, FinishReason.LENGTH), 2.0)
+        requests.gone(ended, 2.0)
+    for name in "vw":
+        requests.come(Request(name, [5], FLEX, arrived_at=1.0))
+    return requests
 
 
 def is_refused(engine, num_ahead):

@@ -53,7 +53,7 @@ class LocalLoop(EngineLoop):
         def found() -> RequestTelemetry:
             return self.activity if isinstance(self.activity, RequestTelemetry) else NOTHING
 
-        await soon(lambda: found().load.counts.lengths.num_ended == num_ended)
+        await soon(lambda: found().counts.lengths.num_ended == num_ended)
         return found()
 
 

@@ -395,7 +395,7 @@ async def test_an_idle_engine_audits_what_it_has_served(
         assert loop.status().num_requests == 0
         telemetry = loop.activity
         assert isinstance(telemetry, RequestTelemetry)
-        assert telemetry.load.counts.lengths.num_begun == len(requests)
+        assert telemetry.counts.lengths.num_begun == len(requests)
         (outputs,) = (
             sample.value
             for family in telemetry.families(("mars", "one"))

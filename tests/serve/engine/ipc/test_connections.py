@@ -106,7 +106,7 @@ async def test_each_connection_gets_the_outputs_of_its_own_requests(serve, link)
         assert {output.request_id for output in outputs} == {name}
         assert sum(len(output.tokens) for output in outputs) == 12
     assert [output.tokens for output in results[-1]] == [output.tokens for output in alone]
-    assert sum((await starter.told(8)).load.counts.lengths.tokens) == 8 * 12
+    assert sum((await starter.told(8)).counts.lengths.tokens) == 8 * 12
     assert has_all_pages(starter.engine)
 
 
@@ -167,7 +167,7 @@ async def test_a_closed_connections_requests_are_cancelled_and_others_go_on(serv
         with pytest.raises(EngineDied):
             await ended
     await soon(lambda: has_all_pages(starter.engine))
-    totals = (await starter.told(3)).load.counts
+    totals = (await starter.told(3)).counts
     assert totals.lengths.num_begun == 4
     assert starter.is_alive
 
@@ -189,7 +189,7 @@ async def test_one_that_reads_nothing_slows_neither_the_others_nor_the_engine(
     for index in range(25):
         deaf.send(long_request(f"deaf-{index}", 40))
     assert len(await collect(reading, long_request("read", 40))) == 40
-    assert sum((await starter.told(26)).load.counts.lengths.tokens) == 26 * 40
+    assert sum((await starter.told(26)).counts.lengths.tokens) == 26 * 40
     assert starter.is_alive
 
 
