@@ -23,6 +23,9 @@ from mars_autoscale.ray.ray_policy import NAMESPACE, governor_name
 from mars_serve.control.governor import IDLE_S, Governor
 from mars_serve.observability.ray_metrics import RayMirror
 
+UNREACHABLE = (RayError, RuntimeError, TimeoutError, ValueError)
+"""Errors of a call to a governor that has died, is being started by several, or whose Ray ends."""
+
 _LOG_FORMAT = "%(levelname)s %(asctime)s %(name)s %(message)s"
 
 

@@ -8,9 +8,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ray.exceptions import RayError
-
-from mars_serve.control.governor_actor import GovernorClient
+from mars_serve.control.governor_actor import UNREACHABLE, GovernorClient
 
 _PERIOD_S = 0.5
 """Seconds between two reports."""
@@ -42,7 +40,7 @@ async def report_forever(
             async with asyncio.timeout(_ANSWER_S):
                 await asyncio.gather(*(client.call(method, *each) for each in reports()))
             await asyncio.sleep(_PERIOD_S)
-        except (RayError, RuntimeError, TimeoutError, ValueError) as error:  # also while Ray ends
+        except UNREACHABLE as error:
             _log.warning("the governor does not take reports: %s", error)
             await asyncio.sleep(_RETRY_S)
 

@@ -9,13 +9,11 @@ import time
 from concurrent.futures import Future
 from contextlib import suppress
 
-from ray.exceptions import RayError
-
 from mars_autoscale.policy.inner_loop import LOOK_PERIOD_S
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
 from mars_autoscale.policy.reports import Phase, ReplicaReport
 from mars_serve.control.governor import WAIT_S
-from mars_serve.control.governor_actor import GovernorClient
+from mars_serve.control.governor_actor import UNREACHABLE, GovernorClient
 from mars_serve.control.reporting import report_forever
 from mars_serve.engine.ipc.loop import EngineDied
 from mars_serve.observability.replica_telemetry import ReplicaTelemetry
@@ -70,7 +68,9 @@ class GovernorLink:
     async def _run(self) -> None:
         reporting = asyncio.create_task(report_forever(self._client, "report", self._calls))
         _, steering = await asyncio.wrap_future(self._engine)
-        await asyncio.gather(reporting, self._follow(steering), self._steer(steering))
+        with suppress(EngineDied):  # Ray Serve replaces the replica
+            await asyncio.gather(self._follow(steering), self._steer(steering))
+        await reporting
 
     def _calls(self) -> list[tuple[str, ReplicaReport, AutoscalingBasis | None]]:
         basis = self._engine.result()[1].basis if self._engine.done() else None
@@ -83,7 +83,7 @@ class GovernorLink:
             known = steering.published
             try:
                 newest = await self._client.call("wait", self._model, known, timeout_s)
-            except RayError as error:
+            except UNREACHABLE as error:
                 _log.warning("the governor does not answer: %s", error)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, longest_s)
@@ -94,7 +94,6 @@ class GovernorLink:
             self._is_current.set()
 
     async def _steer(self, steering: Steering) -> None:
-        with suppress(EngineDied):  # Ray Serve replaces the replica
-            while True:
-                steering.step(time.monotonic())
-                await asyncio.sleep(LOOK_PERIOD_S)
+        while True:
+            steering.step(time.monotonic())
+            await asyncio.sleep(LOOK_PERIOD_S)
