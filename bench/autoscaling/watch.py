@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -90,6 +91,7 @@ def _ray_address(server: int) -> str:
 def _watch(address: str) -> None:
     with clusters_on_loopback():  # where the server's is; Ray would replace the address
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # Ray's handler prints its stack
     while True:
         print(json.dumps(_look()), flush=True)
         time.sleep(_PERIOD_S)
