@@ -17,7 +17,7 @@ from mars_platform.checkpoint.metadata import MarsMetadata
 from mars_platform.method.mode import Mode
 from mars_serve.config.settings import ModelSettings
 from mars_serve.engine.decoding_options import DecodingOptions
-from mars_serve.engine.ipc.loop import EngineLoop
+from mars_serve.engine.ipc.client import EngineClient
 from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.replica.engine_process import start_engine
@@ -67,7 +67,7 @@ def _settings(setup: Setup, path: Path) -> ModelSettings:
     )
 
 
-async def _serve(loop: EngineLoop, setup: Setup) -> dict[str, Any]:
+async def _serve(loop: EngineClient, setup: Setup) -> dict[str, Any]:
     """Send requests in each mode, and return the speeds and what the engine reports."""
     batch, most = (2, 4) if setup.is_tiny else (16, 128)
     found: dict[str, Any] = {}

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mars_autoscale.queueing.grants import Credit, Grants
-from mars_autoscale.queueing.order import FairQueue, Ticket
+from mars_autoscale.queueing.order import FairQueue, QueuedRequest
 from mars_autoscale.queueing.placement import Placement
 from mars_platform.tier import Tier
 
@@ -61,7 +61,7 @@ class Connection:
     up: Wire
     down: Wire
     credit: Credit = field(default_factory=Credit)
-    sent: dict[Job, Ticket[Job]] = field(default_factory=dict)
+    sent: dict[Job, QueuedRequest[Job]] = field(default_factory=dict)
     """Requests that the replica has, as far as the ingress knows."""
     begun: set[Job] = field(default_factory=set)
     """Requests of the ingress that are known to have begun."""
@@ -79,13 +79,13 @@ class Ingress:
         self.system, self.queue = system, FairQueue[Job]()
         self.placement = Placement(slack=2, max_sessions=4)
         self.connections = dict[str, Connection]()
-        self.tickets = dict[Job, Ticket[Job]]()
-        self.served = list[Ticket[Job]]()
+        self.queued_requests = dict[Job, QueuedRequest[Job]]()
+        self.served = list[QueuedRequest[Job]]()
 
     def dispatch(self) -> None:
         """Send what can be sent, and tell how many requests are left."""
-        for ticket in self.queue.expire(self.system.now):
-            self._end(ticket.item, "expired")
+        for queued in self.queue.expire(self.system.now):
+            self._end(queued.item, "expired")
         while self.queue:
             free = {name: each for name, each in self.connections.items() if each.credit.num_free}
             if not free:
@@ -100,22 +100,22 @@ class Ingress:
             connection.up.send(lambda: grants.note_demand(connection.name, demand))
 
     def cancel(self, job: Job) -> None:
-        ticket = self.tickets[job]
-        if self.queue.remove(ticket):
+        queued = self.queued_requests[job]
+        if self.queue.remove(queued):
             self._end(job, "cancelled")
             return
         connection = next(each for each in self.connections.values() if job in each.sent)
         del connection.sent[job]
-        self.queue.settle(ticket, ticket.cost if job in connection.begun else 0)
+        self.queue.settle(queued, queued.cost if job in connection.begun else 0)
         connection.begun.discard(job)
         connection.up.send(lambda: connection.replica.drop(job, connection.name))
         self._end(job, "cancelled")
 
     def finish(self, connection: Connection, job: Job) -> None:
         if job in connection.sent:
-            ticket = connection.sent.pop(job)
+            queued = connection.sent.pop(job)
             connection.begun.discard(job)
-            self.queue.settle(ticket, self.system.real_cost(ticket))
+            self.queue.settle(queued, self.system.real_cost(queued))
             self._end(job, "finished")
 
     def note_begun(self, connection: Connection, job: Job) -> None:
@@ -125,40 +125,40 @@ class Ingress:
     def lose(self, connection: Connection) -> None:
         """Learn that a replica has died: what had not begun waits again."""
         del self.connections[connection.name]
-        for job, ticket in connection.sent.items():
+        for job, queued in connection.sent.items():
             if job in connection.begun:
-                self.queue.settle(ticket, ticket.cost)
+                self.queue.settle(queued, queued.cost)
                 self._end(job, "lost with its replica")
             else:
-                self.queue.settle(ticket, 0)
-                self.tickets[job] = self.queue.add(
+                self.queue.settle(queued, 0)
+                self.queued_requests[job] = self.queue.add(
                     job,
-                    tier=ticket.tier,
-                    key=ticket.key,
-                    cost=ticket.cost,
-                    deadline_s=ticket.deadline_s,
-                    limit_s=ticket.limit_s,
+                    tier=queued.tier,
+                    key=queued.key,
+                    cost=queued.cost,
+                    deadline_s=queued.deadline_s,
+                    limit_s=queued.limit_s,
                 )
         self.placement.retain(self.connections)
 
-    def _pop(self) -> Ticket[Job]:
+    def _pop(self) -> QueuedRequest[Job]:
         waiting = list(self.queue)
-        ticket = self.queue.pop()
-        assert ticket.tier.rank == max(each.tier.rank for each in waiting)
-        own = [each for each in waiting if (each.key, each.tier) == (ticket.key, ticket.tier)]
-        assert ticket is min(own, key=lambda each: (each.deadline_s, each.arrival))
-        self.served.append(ticket)
-        return ticket
+        queued = self.queue.pop()
+        assert queued.tier.rank == max(each.tier.rank for each in waiting)
+        own = [each for each in waiting if (each.key, each.tier) == (queued.key, queued.tier)]
+        assert queued is min(own, key=lambda each: (each.deadline_s, each.arrival))
+        self.served.append(queued)
+        return queued
 
-    def _send(self, ticket: Ticket[Job], free: dict[str, Connection]) -> None:
+    def _send(self, queued: QueuedRequest[Job], free: dict[str, Connection]) -> None:
         loads = {name: float(len(each.sent)) for name, each in free.items()}
-        connection = free[self.placement.choose([ticket.key.encode()], loads, ticket.key)]
+        connection = free[self.placement.choose([queued.key.encode()], loads, queued.key)]
         connection.credit.num_sent += 1
-        connection.sent[ticket.item] = ticket
-        connection.up.send(lambda: connection.replica.receive(ticket.item, connection))
+        connection.sent[queued.item] = queued
+        connection.up.send(lambda: connection.replica.receive(queued.item, connection))
 
     def _end(self, job: Job, outcome: str) -> None:
-        del self.tickets[job]
+        del self.queued_requests[job]
         job.end(outcome)
 
 
@@ -237,7 +237,9 @@ def _set_limit(connection: Connection, limit: int) -> None:
 class System:
     """Ingresses and replicas, every one connected with every other."""
 
-    def __init__(self, seed: int, max_delay: int, real_cost: Callable[[Ticket[Job]], int]) -> None:
+    def __init__(
+        self, seed: int, max_delay: int, real_cost: Callable[[QueuedRequest[Job]], int]
+    ) -> None:
         self.source, self.max_delay, self.real_cost = random.Random(seed), max_delay, real_cost
         self.now = 0
         self.ingresses, self.replicas = list[Ingress](), list[Replica]()
@@ -269,7 +271,7 @@ class System:
         limit: float | None = None,
     ) -> None:
         self.jobs.append(job := Job(length))
-        ingress.tickets[job] = ingress.queue.add(
+        ingress.queued_requests[job] = ingress.queue.add(
             job,
             tier=tier,
             key=key,
@@ -289,9 +291,9 @@ class System:
 
     def kill_ingress(self, ingress: Ingress) -> None:
         self.ingresses.remove(ingress)
-        for job in ingress.tickets:
+        for job in ingress.queued_requests:
             job.end("lost with its ingress")
-        ingress.tickets.clear()
+        ingress.queued_requests.clear()
         for connection in ingress.connections.values():
             connection.sent.clear()
             connection.up.is_open = connection.down.is_open = False

@@ -17,7 +17,7 @@ from mars_autoscale.policy.decision import ANY_THRESHOLD, ThresholdRange
 from mars_autoscale.policy.settings import InnerSettings
 from mars_platform.method.mode import LiveDecoding, Mode
 
-LOOK_PERIOD_S = 0.5
+SAMPLE_PERIOD_S = 0.5
 """Seconds between two looks of a replica's inner loop."""
 
 _MIN_FLEX_SHARE = 0.01
@@ -28,7 +28,7 @@ _RungPair = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Look:
+class EngineSample:
     """The state of a replica, as its inner loop sees it at one moment."""
 
     now_s: float
@@ -103,7 +103,7 @@ class InnerLoop:
         """Time since which more speed has been wanted; None while it is not."""
         self._cause = Cause.START
 
-    def update(self, look: Look, /) -> InnerLoopDecision:
+    def update(self, look: EngineSample, /) -> InnerLoopDecision:
         """Choose how to decode from now on. A load that is not finite counts as 0."""
         load = look.load if math.isfinite(look.load) else 0.0
         rows = round(min(max(load, 1.0), self._capacity.max_num_seqs))
@@ -130,7 +130,7 @@ class InnerLoop:
         )
 
     def _cause_of(
-        self, before: tuple[float, float], look: Look, *, is_by_load: bool, is_climb: bool
+        self, before: tuple[float, float], look: EngineSample, *, is_by_load: bool, is_climb: bool
     ) -> Cause:
         """Return why τ has changed from what it was before."""
         if self._thresholds < before:
@@ -167,7 +167,7 @@ class InnerLoop:
             if i == 0 or (rungs[first].threshold >= default and rungs[second].threshold >= flex)
         )
 
-    def _wanted_gain(self, filled: float, look: Look) -> float:
+    def _wanted_gain(self, filled: float, look: EngineSample) -> float:
         """Return the gain over the base that a load of so many full batches needs."""
         settings = self._settings
         if filled <= settings.full:
@@ -184,7 +184,7 @@ class InnerLoop:
         arrivals_gain = look.allowed.feed_forward if look.allowed.feed_forward < math.inf else 1.0
         return max(1.0 + settings.proportional * (filled - settings.full), arrivals_gain)
 
-    def _path(self, rungs: Sequence[Rung], look: Look) -> list[_RungPair]:
+    def _path(self, rungs: Sequence[Rung], look: EngineSample) -> list[_RungPair]:
         """Return the rung pairs that the floors allow, from the highest τ to the lowest."""
         floors = look.allowed.floor_threshold, look.allowed.flex_floor_threshold
         default, flex = (
@@ -196,7 +196,7 @@ class InnerLoop:
         return [*((0, i) for i in flex_alone), *((i, flex) for i in range(1, default + 1))]
 
     def _gains(
-        self, rungs: Sequence[Rung], rows: int, path: Sequence[_RungPair], look: Look
+        self, rungs: Sequence[Rung], rows: int, path: Sequence[_RungPair], look: EngineSample
     ) -> list[float]:
         """Return each pair's gain over the base with the present rows and mixture."""
         flex = _as_share(look.flex_share)
@@ -216,7 +216,7 @@ class InnerLoop:
         # relative to the path's first pair, whose mixture differs from its rung by a rounding
         return [speed / speeds[0] for speed in speeds]
 
-    def _lowest_useful(self, gains: Sequence[float], look: Look) -> int:
+    def _lowest_useful(self, gains: Sequence[float], look: EngineSample) -> int:
         """Return the index in the path beyond which a lower τ helps no more."""
         share = look.prompt_share
         if not 0.0 <= share < self._settings.max_prompt_share:

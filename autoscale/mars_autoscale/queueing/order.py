@@ -56,7 +56,7 @@ def late_from(arrived_s: float, wanted_s: float) -> float:
 
 
 @dataclass(eq=False, slots=True)
-class Ticket(Generic[ItemT]):
+class QueuedRequest(Generic[ItemT]):
     """A request that waits or has been popped."""
 
     item: ItemT
@@ -93,44 +93,44 @@ class _Flow(Generic[ItemT]):
     """Cost of the waiting requests."""
     num_in_time: int = 0
     """Requests that were served since a late one was."""
-    waiting: RankedSet[Ticket[ItemT]] = field(default_factory=RankedSet)
-    early: RankedSet[Ticket[ItemT]] = field(default_factory=RankedSet)
+    waiting: RankedSet[QueuedRequest[ItemT]] = field(default_factory=RankedSet)
+    early: RankedSet[QueuedRequest[ItemT]] = field(default_factory=RankedSet)
     """Waiting requests that were not known to be late at the last look."""
     sums: DeadlineSums = field(default_factory=DeadlineSums)
     """Sums of those."""
 
-    def add(self, ticket: Ticket[ItemT]) -> None:
+    def add(self, queued: QueuedRequest[ItemT]) -> None:
         for each in (self.waiting, self.early):
-            each.place(ticket, ticket.deadline_s, ticket.arrival)
-        self.sums.add(ticket.deadline_s, 1, ticket.cost)
-        self.tokens += ticket.cost
+            each.place(queued, queued.deadline_s, queued.arrival)
+        self.sums.add(queued.deadline_s, 1, queued.cost)
+        self.tokens += queued.cost
 
-    def remove(self, ticket: Ticket[ItemT]) -> None:
-        self._leave_early(ticket)
-        self.waiting.discard(ticket)
-        self.tokens -= ticket.cost
+    def remove(self, queued: QueuedRequest[ItemT]) -> None:
+        self._leave_early(queued)
+        self.waiting.discard(queued)
+        self.tokens -= queued.cost
 
-    def serve(self, ticket: Ticket[ItemT]) -> None:
+    def serve(self, queued: QueuedRequest[ItemT]) -> None:
         """Remove a request, and count it towards the turn of a late one."""
-        self.num_in_time = self.num_in_time + 1 if ticket in self.early else 0
-        self.remove(ticket)
+        self.num_in_time = self.num_in_time + 1 if queued in self.early else 0
+        self.remove(queued)
 
     def note_late(self, now_s: float) -> None:
         """Take the requests that have become late out of the early ones."""
         while (first := self.early.first()) is not None and first.late_s <= now_s:
             self._leave_early(first)
 
-    def first(self, now_s: float) -> Ticket[ItemT] | None:
+    def first(self, now_s: float) -> QueuedRequest[ItemT] | None:
         """Return the request that is served next; None if none waits."""
         self.note_late(now_s)
         oldest = self.waiting.first()
         is_turn_of_late = self.num_in_time >= LATE_TURN - 1 or not self.early
         return oldest if is_turn_of_late else self.early.first()
 
-    def _leave_early(self, ticket: Ticket[ItemT]) -> None:
-        if ticket in self.early:
-            self.early.discard(ticket)
-            self.sums.add(ticket.deadline_s, -1, -ticket.cost)
+    def _leave_early(self, queued: QueuedRequest[ItemT]) -> None:
+        if queued in self.early:
+            self.early.discard(queued)
+            self.sums.add(queued.deadline_s, -1, -queued.cost)
 
 
 class _Shares(Generic[ItemT]):
@@ -146,17 +146,17 @@ class _Shares(Generic[ItemT]):
         """Flows without waiting or unsettled requests, whose tags must be remembered."""
         self._turns = count()
 
-    def enter(self, ticket: Ticket[ItemT]) -> None:
+    def enter(self, queued: QueuedRequest[ItemT]) -> None:
         """Add a request."""
-        flow = self._flow(ticket.key)
-        ticket._flow = flow
+        flow = self._flow(queued.key)
+        queued._flow = flow
         if not flow.waiting:
             self._idle.discard(flow)
             self._place(flow)
-        flow.add(ticket)
-        self._count(1, ticket)
+        flow.add(queued)
+        self._count(1, queued)
 
-    def first(self, skipped: str | None, now_s: float) -> Ticket[ItemT] | None:
+    def first(self, skipped: str | None, now_s: float) -> QueuedRequest[ItemT] | None:
         """Return the request that is served next, but for one key's; None if none waits."""
         flow = self._backlogged.first()
         if flow is not None and flow.key == skipped:
@@ -164,22 +164,22 @@ class _Shares(Generic[ItemT]):
             flow = min(others, key=lambda each: (each.start, each.turn), default=None)
         return None if flow is None else flow.first(now_s)
 
-    def leave(self, ticket: Ticket[ItemT], *, is_served: bool) -> None:
+    def leave(self, queued: QueuedRequest[ItemT], *, is_served: bool) -> None:
         """Remove a waiting request; if it is served, charge its key for it."""
-        flow = ticket._flow
+        flow = queued._flow
         assert flow is not None
-        flow.serve(ticket) if is_served else flow.remove(ticket)
-        self._count(-1, ticket)
+        flow.serve(queued) if is_served else flow.remove(queued)
+        self._count(-1, queued)
         if is_served:
             flow.turn = next(self._turns)
-            flow.start += ticket.cost
+            flow.start += queued.cost
             flow.num_unsettled += 1
         self._update(flow)
 
-    def settle(self, ticket: Ticket[ItemT], difference: int) -> None:
+    def settle(self, queued: QueuedRequest[ItemT], difference: int) -> None:
         """Correct the charge of a request that was served, unless all was forgiven since."""
-        flow, ticket._flow = ticket._flow, None
-        if flow is not None and self.flows.get(ticket.key) is flow:
+        flow, queued._flow = queued._flow, None
+        if flow is not None and self.flows.get(queued.key) is flow:
             flow.num_unsettled -= 1
             flow.start += difference
             self._update(flow)
@@ -221,9 +221,9 @@ class _Shares(Generic[ItemT]):
         first = self._backlogged.first()
         return 0 if first is None else first.start
 
-    def _count(self, num: int, ticket: Ticket[ItemT]) -> None:
+    def _count(self, num: int, queued: QueuedRequest[ItemT]) -> None:
         self.num += num
-        self.tokens += num * ticket.cost
+        self.tokens += num * queued.cost
 
     def _place(self, flow: _Flow[ItemT]) -> None:
         self._backlogged.place(flow, flow.start, flow.turn)
@@ -248,7 +248,7 @@ class _Shares(Generic[ItemT]):
 class FairQueue(Generic[ItemT]):
     """The requests of one model that wait in one ingress.
 
-    A ticket is added, then popped, removed or expired. One that was popped is settled when its
+    A queued is added, then popped, removed or expired. One that was popped is settled when its
     request has ended, so that its key is charged what it really cost; a request whose replica died
     before it began is added anew. All operations take O(log n) amortised, but `ahead`, which also
     looks at each key that waits in the tier.
@@ -257,7 +257,7 @@ class FairQueue(Generic[ItemT]):
     def __init__(self) -> None:
         ranked = sorted(Tier, key=lambda tier: -tier.rank)
         self._tiers: dict[Tier, _Shares[ItemT]] = {tier: _Shares() for tier in ranked}
-        self._limits = RankedSet[Ticket[ItemT]]()
+        self._limits = RankedSet[QueuedRequest[ItemT]]()
         self._arrivals = count()
 
     def __len__(self) -> int:
@@ -290,16 +290,20 @@ class FairQueue(Generic[ItemT]):
         deadline_s: float,
         limit_s: float | None = None,
         late_s: float = math.inf,
-    ) -> Ticket[ItemT]:
-        """Add a request; see `Ticket` for the arguments. The cost is at least 1."""
+    ) -> QueuedRequest[ItemT]:
+        """Add a request; see `QueuedRequest` for the arguments. The cost is at least 1."""
         assert cost >= 1, "a request without cost would be served without end"
-        ticket = Ticket(item, tier, key, cost, deadline_s, limit_s, late_s, next(self._arrivals))
-        self._tiers[tier].enter(ticket)
+        queued = QueuedRequest(
+            item, tier, key, cost, deadline_s, limit_s, late_s, next(self._arrivals)
+        )
+        self._tiers[tier].enter(queued)
         if limit_s is not None:
-            self._limits.place(ticket, limit_s, ticket.arrival)
-        return ticket
+            self._limits.place(queued, limit_s, queued.arrival)
+        return queued
 
-    def peek(self, skipped: str | None = None, *, now_s: float = -math.inf) -> Ticket[ItemT] | None:
+    def peek(
+        self, skipped: str | None = None, *, now_s: float = -math.inf
+    ) -> QueuedRequest[ItemT] | None:
         """Return the request that is first in order; None if none waits.
 
         Args:
@@ -307,15 +311,15 @@ class FairQueue(Generic[ItemT]):
             now_s: the time on the queue's clock, which tells what is late.
         """
         for shares in self._tiers.values():
-            if shares.num and (ticket := shares.first(skipped, now_s)) is not None:
-                return ticket
+            if shares.num and (queued := shares.first(skipped, now_s)) is not None:
+                return queued
         return None
 
-    def take(self, ticket: Ticket[ItemT]) -> None:
+    def take(self, queued: QueuedRequest[ItemT]) -> None:
         """Remove a waiting request, usually that of `peek`, and charge its key for it."""
-        self._leave(ticket, is_served=True)
+        self._leave(queued, is_served=True)
 
-    def pop(self, *, now_s: float = -math.inf) -> Ticket[ItemT]:
+    def pop(self, *, now_s: float = -math.inf) -> QueuedRequest[ItemT]:
         """Remove and return the request that is first in order, and charge its key for it.
 
         Args:
@@ -324,40 +328,40 @@ class FairQueue(Generic[ItemT]):
         Raises:
             IndexError: no request waits.
         """
-        ticket = self.peek(now_s=now_s)
-        if ticket is None:
+        queued = self.peek(now_s=now_s)
+        if queued is None:
             raise IndexError("no request waits")
-        self.take(ticket)
-        return ticket
+        self.take(queued)
+        return queued
 
-    def remove(self, ticket: Ticket[ItemT]) -> bool:
+    def remove(self, queued: QueuedRequest[ItemT]) -> bool:
         """Remove a request without charge; return whether it waited."""
-        flow = ticket._flow
-        if flow is None or ticket not in flow.waiting:
+        flow = queued._flow
+        if flow is None or queued not in flow.waiting:
             return False
-        self._leave(ticket, is_served=False)
-        ticket._flow = None
+        self._leave(queued, is_served=False)
+        queued._flow = None
         return True
 
-    def settle(self, ticket: Ticket[ItemT], cost: int) -> None:
+    def settle(self, queued: QueuedRequest[ItemT], cost: int) -> None:
         """Charge the key of a popped request what the request really cost.
 
         Args:
-            ticket: the request, which has ended.
+            queued: the request, which has ended.
             cost: tokens that were computed for it; 0 if it never began.
         """
-        is_unsettled = ticket._flow is not None and ticket not in ticket._flow.waiting
+        is_unsettled = queued._flow is not None and queued not in queued._flow.waiting
         assert is_unsettled, "only what was popped can be settled, once"
-        self._tiers[ticket.tier].settle(ticket, cost - ticket.cost)
+        self._tiers[queued.tier].settle(queued, cost - queued.cost)
 
-    def expire(self, now_s: float) -> list[Ticket[ItemT]]:
+    def expire(self, now_s: float) -> list[QueuedRequest[ItemT]]:
         """Remove and return the requests that may wait no longer, earliest limit first."""
         expired = []
         while (limit_s := self.first_limit_s()) is not None and limit_s <= now_s:
-            ticket = self._limits.first()
-            assert ticket is not None
-            self.remove(ticket)
-            expired.append(ticket)
+            queued = self._limits.first()
+            assert queued is not None
+            self.remove(queued)
+            expired.append(queued)
         return expired
 
     def first_limit_s(self) -> float | None:
@@ -388,12 +392,12 @@ class FairQueue(Generic[ItemT]):
             tokens + sum(shares.tokens for shares in higher),
         )
 
-    def __iter__(self) -> Iterator[Ticket[ItemT]]:
+    def __iter__(self) -> Iterator[QueuedRequest[ItemT]]:
         """Iterate over the waiting requests in no particular order."""
         for shares in self._tiers.values():
             for flow in shares.flows.values():
                 yield from flow.waiting
 
-    def _leave(self, ticket: Ticket[ItemT], *, is_served: bool) -> None:
-        self._limits.discard(ticket)
-        self._tiers[ticket.tier].leave(ticket, is_served=is_served)
+    def _leave(self, queued: QueuedRequest[ItemT], *, is_served: bool) -> None:
+        self._limits.discard(queued)
+        self._tiers[queued.tier].leave(queued, is_served=is_served)

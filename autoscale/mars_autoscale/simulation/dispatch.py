@@ -83,10 +83,10 @@ class ServerQueue:
         loads = {name: _load(each) for name, each in free.items()}
         sent = list[Replica]()
         while loads and self._queue:
-            ticket = self._queue.pop(now_s=now_s)
-            self._queue.settle(ticket, ticket.cost)
-            chosen = free[placement.choose(ticket.item.request.prefix[:_MAX_BLOCKS], loads)]
-            chosen.enqueue(ticket.item)
+            queued = self._queue.pop(now_s=now_s)
+            self._queue.settle(queued, queued.cost)
+            chosen = free[placement.choose(queued.item.request.prefix[:_MAX_BLOCKS], loads)]
+            chosen.enqueue(queued.item)
             sent.append(chosen)
             loads[chosen.name] = _load(chosen)
             if not _has_credit(chosen):

@@ -9,7 +9,7 @@ from typing import Protocol
 from mars_autoscale.model.capacity import Capacity
 from mars_autoscale.policy.decide import decide
 from mars_autoscale.policy.decision import AT_TARGET, OuterState, ThresholdRange
-from mars_autoscale.policy.inner_loop import InnerLoop, InnerLoopDecision, Look
+from mars_autoscale.policy.inner_loop import EngineSample, InnerLoop, InnerLoopDecision
 from mars_autoscale.policy.observe import Snapshot
 from mars_autoscale.policy.settings import InnerSettings, OuterSettings
 from mars_autoscale.simulation.dispatch import Dispatch, ServerQueue
@@ -29,7 +29,7 @@ class Target:
 class InnerLoopPolicy(Protocol):
     """Chooses one replica's τ."""
 
-    def update(self, look: Look, /) -> InnerLoopDecision:
+    def update(self, look: EngineSample, /) -> InnerLoopDecision:
         """Choose how to decode from now on."""
 
 
@@ -86,7 +86,7 @@ class FixedThreshold:
     is_exact: bool = False
     """Whether rows at τ = 1 run in mode exact."""
 
-    def update(self, _: Look, /) -> InnerLoopDecision:
+    def update(self, _: EngineSample, /) -> InnerLoopDecision:
         """Return the same decision at every look.
 
         It reports a gain of 1 and no loss, as a constant τ is no debt and spends no budget.

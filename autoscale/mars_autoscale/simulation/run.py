@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from mars_autoscale.model.capacity import Capacity
-from mars_autoscale.policy.inner_loop import LOOK_PERIOD_S, Look
+from mars_autoscale.policy.inner_loop import SAMPLE_PERIOD_S, EngineSample
 from mars_autoscale.policy.lengths import LengthCounts, counts_of
 from mars_autoscale.policy.observe import Arrivals, ReplicaLoad, Snapshot
 from mars_autoscale.policy.outer_loop import RATE_WINDOW_S
@@ -182,7 +182,7 @@ class Simulation:
     def _start(self, cold_start_s: float) -> None:
         now = self._events.now_s
         inner_loop = self._policy.inner_loop()
-        decision = inner_loop.update(Look(now, 0.0))
+        decision = inner_loop.update(EngineSample(now, 0.0))
         replica = Replica(
             self._capacity,
             decision,
@@ -236,7 +236,7 @@ class Simulation:
         now = self._events.now_s
         for replica, num_before in self._told():
             before = replica.decision.live
-            look = Look(
+            look = EngineSample(
                 now,
                 replica.load + num_before,
                 self._target.range,
@@ -249,7 +249,7 @@ class Simulation:
             is_changed = replace(live, is_exact=before.is_exact) != before
             self._result.num_threshold_changes += is_changed
         if now < self._end_s or self._stepping:
-            self._events.at(now + LOOK_PERIOD_S, self._look)
+            self._events.at(now + SAMPLE_PERIOD_S, self._look)
 
     def _told(self) -> list[tuple[Replica, int]]:
         """Return the ready replicas, each with its even part of what waits before them."""

@@ -35,7 +35,7 @@ _FULL_S = 1.0
 """Seconds for which a full engine counts as full; afterwards it may have more replicas."""
 
 
-class Pace:
+class QueuePace:
     """Tells from the latest ends how long some more will take."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -108,8 +108,8 @@ class _Running:
 class KeyUsage:
     """The running requests and accounts of one key."""
 
-    pace: Pace
-    """Pace at which the key's requests end."""
+    pace: QueuePace
+    """QueuePace at which the key's requests end."""
     running: set[_Running] = field(default_factory=set)
     accounts: dict[str, Account] = field(default_factory=dict)
     """Accounts of the limited quantities, by name: ``requests`` or ``tokens``."""
@@ -178,7 +178,7 @@ class KeyLimits:
             usage.pace.ended()
 
     def _usage_of(self, caller: Caller) -> KeyUsage:
-        usage = self._usage.setdefault(caller.name, KeyUsage(Pace(self._clock)))
+        usage = self._usage.setdefault(caller.name, KeyUsage(QueuePace(self._clock)))
         usage.settle()  # charge first: update() caps the level at what the account holds
         now_s = self._clock()
         limits = {"requests": caller.requests_per_minute, "tokens": caller.tokens_per_minute}
@@ -215,7 +215,7 @@ class Places:
         self._held = Counter[str]()
         """Places by the name of the key that holds them."""
         self._num_held = 0
-        self._pace = Pace(clock)
+        self._pace = QueuePace(clock)
         self._full = (total, clock() - _FULL_S)
         """Number of places with which an engine was full, and when, in seconds."""
 

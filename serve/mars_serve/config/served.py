@@ -60,7 +60,7 @@ class Picture:
     last_s: int
     """Time of its latest second in seconds since 1970, from which to ask on; 0 before the first."""
     text: str
-    """The JSON object that dashboards get; see `mars_serve.control.board`."""
+    """The JSON object that dashboards get; see `mars_serve.control.dashboard`."""
 
 
 class Backend(Protocol):

@@ -29,7 +29,7 @@ from mars_autoscale.policy.outer_loop import (
 )
 from mars_autoscale.policy.reports import REPORT_VERSION, IngressReport, ReplicaReport
 from mars_serve.config.served import Explanation, Picture, PublishedThreshold
-from mars_serve.control.board import Board
+from mars_serve.control.dashboard import ModelDashboard
 
 WAIT_S = 10.0
 """Longest time in seconds that one call of `Governor.wait` waits; the next call shows that the
@@ -61,7 +61,7 @@ class Governor:
         self._loops: dict[str, OuterLoop] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """The tasks that take each model's decisions."""
-        self._boards: dict[str, Board] = {}
+        self._dashboards: dict[str, ModelDashboard] = {}
         self._changed = asyncio.Event()
         self.last_wait = time.monotonic()
         """Time at which a replica last called `wait`."""
@@ -112,9 +112,9 @@ class Governor:
         """
         if report.version != REPORT_VERSION:
             raise ValueError(f"reports have version {REPORT_VERSION} here, not {report.version}")
-        now_s, board = time.time(), self._board(model)
-        board.members.hear(report, now_s)
-        self._advance(model, board)
+        now_s, dashboard = time.time(), self._dashboard(model)
+        dashboard.members.hear(report, now_s)
+        self._advance(model, dashboard)
         if basis is None:
             return
         self._use(model)
@@ -125,9 +125,9 @@ class Governor:
 
     async def report_ingress(self, model: str, report: IngressReport) -> None:
         """Take an ingress replica's report in."""
-        now_s, board = time.time(), self._board(model)
-        board.members.hear_ingress(report, now_s)
-        self._advance(model, board)
+        now_s, dashboard = time.time(), self._dashboard(model)
+        dashboard.members.hear_ingress(report, now_s)
+        self._advance(model, dashboard)
         if model in self._loops:
             self._loops[model].hear_ingress(now_s, report)
 
@@ -175,25 +175,25 @@ class Governor:
 
     async def picture(self, model: str, since_s: int | None) -> Picture:
         """Return a model's picture for dashboards: what was added since a time, or all of it."""
-        board = self._board(model)
-        self._advance(model, board)
-        return board.picture(since_s, self._loops.get(model), self._published.get(model))
+        dashboard = self._dashboard(model)
+        self._advance(model, dashboard)
+        return dashboard.picture(since_s, self._loops.get(model), self._published.get(model))
 
     async def metrics(self, model: str) -> list[Metric]:
         """Return the metrics of a model's autoscaling."""
         loops = {name: each for name, each in self._loops.items() if name == model}
         return list(AutoscalerMetrics(loops).collect())
 
-    def _board(self, model: str) -> Board:
-        """Return a model's board.
+    def _dashboard(self, model: str) -> ModelDashboard:
+        """Return a model's dashboard.
 
-        Ingress replicas report about the models of the application alone, which are few; a board
-        of one that is no longer served ends with the governor.
+        Ingress replicas report about the models of the application alone, which are few; the
+        dashboard of one that is no longer served ends with the governor.
         """
-        return self._boards.setdefault(model, Board())
+        return self._dashboards.setdefault(model, ModelDashboard())
 
-    def _advance(self, model: str, board: Board) -> None:
-        board.advance(time.time(), self._loops.get(model), self._published.get(model))
+    def _advance(self, model: str, dashboard: ModelDashboard) -> None:
+        dashboard.advance(time.time(), self._loops.get(model), self._published.get(model))
 
     async def _decide_forever(self, model: str, loop: OuterLoop) -> None:
         assert loop.basis is not None, "a replica has reported"

@@ -62,7 +62,7 @@ class Sums:
     arrived: int = 0
 
 
-class Members:
+class ReplicaRegistry:
     """A model's replicas and ingress replicas, as they have reported lately."""
 
     def __init__(self) -> None:

@@ -40,7 +40,7 @@ def quantile(bounds: Sequence[float], counts: Mapping[int, int], share: float) -
     return low + (bounds[index] - low) * (wanted - below) / counts[index]
 
 
-class Window:
+class RecentValues:
     """The values that were counted in the latest seconds.
 
     Args:

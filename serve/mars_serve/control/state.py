@@ -10,7 +10,7 @@ from mars_autoscale.policy.outer_loop import AutoscalingBasis, OuterLoop
 from mars_autoscale.policy.reports import Phase, ReplicaReport
 from mars_platform.tier import Tier
 from mars_serve.config.served import PublishedThreshold
-from mars_serve.control.members import SILENT_S, Heard, Members
+from mars_serve.control.members import SILENT_S, Heard, ReplicaRegistry
 from mars_serve.control.words import BY_HAND, CAUSES, decision_words, mode_words
 
 _MAX_REPLICAS = 100
@@ -18,7 +18,7 @@ _MAX_REPLICAS = 100
 
 
 def state_of(
-    members: Members,
+    members: ReplicaRegistry,
     loop: OuterLoop | None,
     published: PublishedThreshold | None,
     now_s: float,

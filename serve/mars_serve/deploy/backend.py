@@ -1,4 +1,4 @@
-"""Access to a model's replicas: requests over `Links`, the rest through a Ray Serve handle."""
+"""Access to a model's replicas: requests go over `EngineClients`, all else over Serve's handle."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from mars_platform.tier import Tier
 from mars_serve.config.served import Explanation, Picture, PublishedThreshold
 from mars_serve.config.settings import ModelSettings
 from mars_serve.control.governor_actor import GovernorClient
-from mars_serve.deploy.links import Links
+from mars_serve.deploy.engine_clients import EngineClients
 from mars_serve.deploy.queue import RequestQueue
-from mars_serve.engine.ipc.loop import EngineDied, EngineSilent, QueueTimeout
+from mars_serve.engine.ipc.client import EngineDied, EngineSilent, QueueTimeout
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
 
@@ -45,8 +45,8 @@ class ReplicaBackend:
         self._handle = handle.options(
             request_serialization="pickle", response_serialization="pickle"
         )
-        self._links = Links(self._handle, lambda: self._queue.serve())
-        self._queue = RequestQueue(model, self._links)
+        self._clients = EngineClients(self._handle, lambda: self._queue.serve())
+        self._queue = RequestQueue(model, self._clients)
         self._model = model.name
         self._is_governed = model.is_governed
         self._governor = GovernorClient(application)
@@ -72,7 +72,7 @@ class ReplicaBackend:
             EngineDied: the engine fell silent or died after its first output, or the request has
                 been sent elsewhere as often as it may be.
             QueueTimeout: no replica began within the time that the request allows.
-            Exception: see `EngineLoop.stream`.
+            Exception: see `EngineClient.stream`.
         """
         arrived_s = time.monotonic()
         while True:
@@ -90,21 +90,21 @@ class ReplicaBackend:
 
     async def _attempt(self, request: Request, arrived_s: float) -> AsyncGenerator[StepOutput]:
         """Run a request on one replica, and note on the request where it failed."""
-        self._links.start()
-        turn = await self._queue.turn(request, arrived_s)
+        self._clients.start()
+        lease = await self._queue.lease(request, arrived_s)
         num_output = num_hits = 0
-        self._queue.sent(turn)  # nothing else runs before it is
+        self._queue.sent(lease)  # nothing else runs before it is
         try:
-            async with aclosing(turn.link.stream(request)) as outputs:
+            async with aclosing(lease.client.stream(request)) as outputs:
                 async for output in outputs:
                     num_output += len(output.tokens)
                     num_hits += output.num_prefix_hit_tokens
                     yield output
         except EngineDied:
-            request.failed_on += (turn.replica,)
+            request.failed_on += (lease.replica,)
             raise
         finally:
-            self._queue.ended(turn, request, num_output, num_hits)
+            self._queue.ended(lease, request, num_output, num_hits)
 
     async def replicas(self) -> list[ReplicaReport]:
         """Return the reports of all replicas that answer in time."""
@@ -162,7 +162,7 @@ class ReplicaBackend:
         """Call a method of every replica and return the answers; Ray Serve replaces failed
         replicas.
         """
-        self._links.start()  # the first question comes from a probe, before any request
+        self._clients.start()  # the first question comes from a probe, before any request
         return await answers_of_replicas(self._handle, method, _ASK_S)
 
     async def _govern(self, method: str, *arguments: Any) -> Any:

@@ -54,7 +54,7 @@ def guard_behind_haproxy() -> list[Middleware]:
 
 def _guarded(limits: ConnectionLimits, *, is_local: bool) -> list[Middleware]:
     num_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    connections = Connections(limits.within(num_files, files_each=1), is_local=is_local)
+    connections = ConnectionCounts(limits.within(num_files, files_each=1), is_local=is_local)
     # Serve makes its servers with uvicorn's default protocol and lets nobody choose another one
     protocols: dict[str, Any] = HTTP_PROTOCOLS
     protocols["auto"] = partial(GuardedProtocol, connections)
@@ -113,7 +113,7 @@ class ArrivalMiddleware:
         await self._app(scope, arrived, send)
 
 
-class Connections:
+class ConnectionCounts:
     """Counts the open connections of a server, in all and by address.
 
     Args:
@@ -153,7 +153,7 @@ class GuardedProtocol(HttpToolsProtocol):
     application's to wait for.
     """
 
-    def __init__(self, connections: Connections, **options: Any) -> None:
+    def __init__(self, connections: ConnectionCounts, **options: Any) -> None:
         super().__init__(**options)
         self.ws_protocol_class = None  # no endpoint uses websockets, and they would not be counted
         self._held = connections

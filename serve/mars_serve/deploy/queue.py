@@ -15,15 +15,15 @@ from typing import Protocol
 
 from mars_autoscale.queueing.estimate import StartPace
 from mars_autoscale.queueing.grants import even_parts, reserve_of
-from mars_autoscale.queueing.order import FairQueue, Ticket, late_from
+from mars_autoscale.queueing.order import FairQueue, QueuedRequest, late_from
 from mars_autoscale.queueing.placement import has_room, load_of
 from mars_platform.tier import Tier
 from mars_serve.config.settings import ModelSettings
 from mars_serve.deploy.router import Router
-from mars_serve.engine.ipc.loop import (
+from mars_serve.engine.ipc.client import (
     DeadlineMissed,
+    EngineClient,
     EngineDied,
-    EngineLoop,
     QueueFull,
     QueueTimeout,
 )
@@ -48,29 +48,29 @@ _TELL_S = 0.1
 class Engines(Protocol):
     """The engines of a model, as the queue sees them."""
 
-    def usable(self) -> dict[str, EngineLoop]:
+    def usable(self) -> dict[str, EngineClient]:
         """Return the engines that may get requests, by replica."""
 
 
 @dataclass(eq=False)
 class _Waiting:
-    """A request that waits for its turn."""
+    """A request that waits for its lease."""
 
     request: Request
     arrived_s: float
-    turn: asyncio.Future[Turn]
+    lease: asyncio.Future[Lease]
 
 
 @dataclass(eq=False)
-class Turn:
+class Lease:
     """The permission to send a request to an engine."""
 
     replica: str
-    link: EngineLoop
+    client: EngineClient
     num_prompt: int
     """Tokens of the request's prompt."""
-    ticket: Ticket[_Waiting] | None = None
-    """The request's ticket; None if it did not wait."""
+    queued: QueuedRequest[_Waiting] | None = None
+    """The request's queued; None if it did not wait."""
 
 
 class RequestQueue:
@@ -107,12 +107,12 @@ class RequestQueue:
         self._pace = StartPace(clock)
         self._mean_output = float(_FIRST_OUTPUT_TOKENS)
         self._held = Counter[str]()
-        """Requests that have had their turn and have not ended, by key."""
+        """Requests that have had their lease and have not ended, by key."""
         self._active = OrderedDict[str, float]()
         """Time of the latest request of each active key, the oldest first."""
-        self._reserved: dict[EngineLoop, list[Turn]] = {}
-        """Turns that were given and whose requests have not been sent yet, by engine."""
-        self._demand: dict[EngineLoop, Demand] = {}
+        self._reserved: dict[EngineClient, list[Lease]] = {}
+        """Leases that were given and whose requests have not been sent yet, by engine."""
+        self._demand: dict[EngineClient, Demand] = {}
         """The message that each engine got last."""
         self._telling: asyncio.TimerHandle | None = None
         self._expiring: asyncio.TimerHandle | None = None
@@ -126,11 +126,11 @@ class RequestQueue:
         Any thread may call this.
         """
         waiting = Counter({tier: self._queue.num_of(tier) for tier in Tier})
-        for link in list(self._engines.usable().values()):
-            waiting.update(link.waiting_tiers())
+        for client in list(self._engines.usable().values()):
+            waiting.update(client.waiting_tiers())
         return waiting
 
-    async def turn(self, request: Request, arrived_s: float) -> Turn:
+    async def lease(self, request: Request, arrived_s: float) -> Lease:
         """Wait until a replica has room for a request.
 
         `sent` must be called once the request is sent or given up, and `ended` when it has ended.
@@ -141,41 +141,41 @@ class RequestQueue:
 
         Raises:
             QueueFull: the request would surely come too late.
-            QueueTimeout: its turn has not come within the time that it allows.
+            QueueTimeout: its lease has not come within the time that it allows.
         """
         if not request.num_moves:
             self.num_arrived += 1
             self.prompt_tokens += request.num_prompt
         self._note_active(request.key)
         if self._next() is None and not self._holds_all(request.key):
-            turn = self._give(request)
-            if turn is not None:
-                return turn
+            lease = self._give(request)
+            if lease is not None:
+                return lease
         waiting = _Waiting(request, arrived_s, asyncio.get_running_loop().create_future())
-        ticket = self._add(waiting)
+        queued = self._add(waiting)
         try:
-            turn = await waiting.turn
+            lease = await waiting.lease
         except asyncio.CancelledError:
-            if not self._queue.remove(ticket) and waiting.turn.done():
-                self._withdraw(waiting.turn)
+            if not self._queue.remove(queued) and waiting.lease.done():
+                self._withdraw(waiting.lease)
             raise
         finally:
             self._tell_soon()
         request.waited_s = self._clock() - arrived_s
-        return turn
+        return lease
 
-    def sent(self, turn: Turn) -> None:
-        """Note that a turn's request has been sent, or never will be."""
-        reserved = self._reserved[turn.link]
-        reserved.remove(turn)
+    def sent(self, lease: Lease) -> None:
+        """Note that a lease's request has been sent, or never will be."""
+        reserved = self._reserved[lease.client]
+        reserved.remove(lease)
         if not reserved:
-            del self._reserved[turn.link]
+            del self._reserved[lease.client]
 
-    def ended(self, turn: Turn, request: Request, num_output: int, num_hits: int) -> None:
-        """Note that a turn's request has ended, and charge its key what it cost.
+    def ended(self, lease: Lease, request: Request, num_output: int, num_hits: int) -> None:
+        """Note that a lease's request has ended, and charge its key what it cost.
 
         Args:
-            turn: the turn.
+            lease: the lease.
             request: its request.
             num_output: output tokens that it got.
             num_hits: tokens of its prompt that were cached.
@@ -183,30 +183,30 @@ class RequestQueue:
         self._let_go(request.key)
         if num_output:
             self._mean_output += _ENDED_WEIGHT * (num_output - self._mean_output)
-        if turn.ticket is not None:
+        if lease.queued is not None:
             cost = max(request.num_prompt - num_hits, 0) + num_output if num_output else 0
-            self._queue.settle(turn.ticket, cost)
+            self._queue.settle(lease.queued, cost)
         self.serve()
 
     def serve(self) -> None:
-        """Give turns to waiting requests while engines have room."""
-        while (ticket := self._next()) is not None:
-            if ticket.item.turn.done():  # cancelled, and its task has not run since
-                self._queue.remove(ticket)
+        """Give leases to waiting requests while engines have room."""
+        while (queued := self._next()) is not None:
+            if queued.item.lease.done():  # cancelled, and its task has not run since
+                self._queue.remove(queued)
                 continue
-            turn = self._give(ticket.item.request)
-            if turn is None:
+            lease = self._give(queued.item.request)
+            if lease is None:
                 break
-            turn.ticket = ticket
-            self._queue.take(ticket)
-            self._pace.began(ticket.cost)
-            ticket.item.turn.set_result(turn)
+            lease.queued = queued
+            self._queue.take(queued)
+            self._pace.began(queued.cost)
+            queued.item.lease.set_result(lease)
         self._pace.note_waiting(bool(self._queue))
         if self._queue or self._is_counted:
             self._tell_soon()
 
-    def _next(self) -> Ticket[_Waiting] | None:
-        """Return the request whose turn it is; None if none may have one."""
+    def _next(self) -> QueuedRequest[_Waiting] | None:
+        """Return the request that is next to get a lease; None if none may have one."""
         now_s = self._clock()
         first = self._queue.peek(now_s=now_s)
         if first is None or not self._holds_all(first.key):
@@ -220,7 +220,7 @@ class RequestQueue:
         """
         if len(self._active) < 2:
             return False
-        free = sum(self._num_free(link) for link in self._engines.usable().values())
+        free = sum(self._num_free(client) for client in self._engines.usable().values())
         room = free + self._held.total()
         return self._held[key] >= room - room // _SPARE_SHARE
 
@@ -236,37 +236,39 @@ class RequestQueue:
         if not self._held[key]:
             del self._held[key]
 
-    def _give(self, request: Request) -> Turn | None:
+    def _give(self, request: Request) -> Lease | None:
         """Take a credit of the engine that suits a request best; None if none has one."""
         usable = self._engines.usable()
         self._router.retain(frozenset(usable))
-        free = {name: link for name, link in usable.items() if self._may_get_more(link)}
+        free = {name: client for name, client in usable.items() if self._may_get_more(client)}
         if not free:
             return None
         name = self._router.choose(request, free)
-        link = free[name]
-        turn = Turn(name, link, request.num_prompt)
-        self._reserved.setdefault(link, []).append(turn)
+        client = free[name]
+        lease = Lease(name, client, request.num_prompt)
+        self._reserved.setdefault(client, []).append(lease)
         self._held[request.key] += 1
-        return turn
+        return lease
 
-    def _may_get_more(self, link: EngineLoop) -> bool:
-        reserved = self._reserved.get(link, [])
-        backlog_tokens = link.backlog_tokens + sum(turn.num_prompt for turn in reserved)
-        load = load_of(link.num_requests + len(reserved), backlog_tokens)
-        return self._num_free(link) > 0 and has_room(load, self._max_num_seqs)
+    def _may_get_more(self, client: EngineClient) -> bool:
+        reserved = self._reserved.get(client, [])
+        backlog_tokens = client.backlog_tokens + sum(lease.num_prompt for lease in reserved)
+        load = load_of(client.num_requests + len(reserved), backlog_tokens)
+        return self._num_free(client) > 0 and has_room(load, self._max_num_seqs)
 
-    def _num_free(self, link: EngineLoop) -> int:
-        return 0 if link.is_overdue else link.credit.num_free - len(self._reserved.get(link, []))
+    def _num_free(self, client: EngineClient) -> int:
+        return (
+            0 if client.is_overdue else client.credit.num_free - len(self._reserved.get(client, []))
+        )
 
-    def _add(self, waiting: _Waiting) -> Ticket[_Waiting]:
+    def _add(self, waiting: _Waiting) -> QueuedRequest[_Waiting]:
         request = waiting.request
         wanted_s = request.deadline_s or self._objective_s
         deadline_s = waiting.arrived_s + wanted_s
         tier, key = request.options.tier, request.key
         self._refuse_late(request, deadline_s)
         limit_s = request.options.max_queue_s
-        ticket = self._queue.add(
+        queued = self._queue.add(
             waiting,
             tier=tier,
             key=key,
@@ -278,7 +280,7 @@ class RequestQueue:
         self._pace.note_waiting(True)
         self._expire_later()
         self._tell_soon()
-        return ticket
+        return queued
 
     def _expected_cost(self, request: Request) -> int:
         output = min(request.options.max_tokens, round(self._mean_output))
@@ -295,7 +297,7 @@ class RequestQueue:
             QueueFull: it would miss the model's objective.
         """
         usable, tier, now_s = self._engines.usable(), request.options.tier, self._clock()
-        rules = [link.late_rule for link in usable.values()]
+        rules = [client.late_rule for client in usable.values()]
         if request.deadline_s is not None:
             _, tokens_ahead = self._queue.ahead(tier, request.key, deadline_s, now_s=now_s)
             wait_s = self._pace.wait_s(tokens_ahead)
@@ -305,21 +307,23 @@ class RequestQueue:
                 raise DeadlineMissed(reason, wait_s)
         if rules and all(rules):
             # of those that wait in engines, these alone do not begin at the next step
-            num_sent = sum(min(link.num_waiting(tier), self._reserve) for link in usable.values())
+            num_sent = sum(
+                min(client.num_waiting(tier), self._reserve) for client in usable.values()
+            )
             num_ahead = (self._queue.num_before(tier, now_s) + num_sent) / len(rules)
             late_s = max(rule.late_s(num_ahead) for rule in rules if rule)
             if late_s > 0:
                 raise QueueFull(f"the request would come {late_s:.1f} s too late", late_s)
 
-    def _withdraw(self, given: asyncio.Future[Turn]) -> None:
-        """Take back a turn whose request was cancelled in the same instant."""
+    def _withdraw(self, given: asyncio.Future[Lease]) -> None:
+        """Take back a lease whose request was cancelled in the same instant."""
         if given.cancelled() or given.exception() is not None:
             return
-        turn = given.result()
-        assert turn.ticket is not None
-        self.sent(turn)
-        self._let_go(turn.ticket.key)
-        self._queue.settle(turn.ticket, 0)
+        lease = given.result()
+        assert lease.queued is not None
+        self.sent(lease)
+        self._let_go(lease.queued.key)
+        self._queue.settle(lease.queued, 0)
         self.serve()
 
     # Limits of waiting
@@ -334,11 +338,11 @@ class RequestQueue:
             self._expiring = asyncio.get_running_loop().call_later(wait_s, self._expire)
 
     def _expire(self) -> None:
-        for ticket in self._queue.expire(self._clock()):
-            if not ticket.item.turn.done():
-                limit_s = ticket.item.request.options.max_queue_s
+        for queued in self._queue.expire(self._clock()):
+            if not queued.item.lease.done():
+                limit_s = queued.item.request.options.max_queue_s
                 problem = QueueTimeout(f"no replica began the request within {limit_s} s")
-                ticket.item.turn.set_exception(problem)
+                queued.item.lease.set_exception(problem)
         self._pace.note_waiting(bool(self._queue))
         self._expire_later()
 
@@ -360,23 +364,23 @@ class RequestQueue:
         Nothing waits for an engine that gets no more requests; one that drains ends by this.
         """
         self._telling = None
-        links = list(self._engines.usable().values())
-        for link in [each for each in self._demand if each not in links]:
-            self._tell_one(link, 0, 0)
-        if not links:
+        clients = list(self._engines.usable().values())
+        for client in [each for each in self._demand if each not in clients]:
+            self._tell_one(client, 0, 0)
+        if not clients:
             return
         num_waiting = len(self._queue)
-        for link, share in zip(links, even_parts(num_waiting, len(links)), strict=True):
-            self._tell_one(link, num_waiting, share)
+        for client, share in zip(clients, even_parts(num_waiting, len(clients)), strict=True):
+            self._tell_one(client, num_waiting, share)
 
-    def _tell_one(self, link: EngineLoop, num_waiting: int, share: int) -> None:
-        before = self._demand.get(link, Demand(0, 0))
-        wanted = link.credit.report(num_waiting)
+    def _tell_one(self, client: EngineClient, num_waiting: int, share: int) -> None:
+        before = self._demand.get(client, Demand(0, 0))
+        wanted = client.credit.report(num_waiting)
         now = Demand(before.num_wanted if wanted is None else wanted, share)
-        self._demand[link] = now
-        if now == before and link.is_alive:
+        self._demand[client] = now
+        if now == before and client.is_alive:
             return
         try:
-            link.note_demand(now)
+            client.note_demand(now)
         except EngineDied:
-            del self._demand[link]
+            del self._demand[client]

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from mars_autoscale.policy.inner_loop import InnerLoopDecision
 from mars_autoscale.policy.reports import EngineStatus, Phase, ReplicaReport
 from mars_platform.tier import Tier
-from mars_serve.engine.ipc.loop import EngineDied, EngineLoop
+from mars_serve.engine.ipc.client import EngineClient, EngineDied
 from mars_serve.observability.metric_families import MetricDefinition
 from mars_serve.observability.request_telemetry import RequestTelemetry
 
@@ -74,15 +74,15 @@ class ReplicaTelemetry(Collector):
     Any thread may call the methods.
     """
 
-    def __init__(self, model: str, replica: str, loop: EngineLoop, node: str = "") -> None:
+    def __init__(self, model: str, replica: str, engine: EngineClient, node: str = "") -> None:
         self._labels = (model, replica)
-        self._loop = loop
+        self._engine = engine
         self._last = ReplicaReport(replica, node)
 
     @property
     def requests(self) -> RequestTelemetry:
         """Counts and times of the engine's requests."""
-        found = self._loop.activity
+        found = self._engine.activity
         return found if isinstance(found, RequestTelemetry) else RequestTelemetry()
 
     def report(
@@ -99,28 +99,28 @@ class ReplicaTelemetry(Collector):
             live_version: version of the governor's value that it has applied.
             is_pinned: whether τ was set by hand.
         """
-        loop, condition = self._loop, self._loop.condition
+        engine, condition = self._engine, self._engine.condition
         phase = Phase.DRAINING if condition.is_draining else Phase.READY
         try:
             self._last = replace(
                 self._last,
-                phase=Phase.OVERDUE if loop.is_overdue else phase,
-                engine=loop.status(),
+                phase=Phase.OVERDUE if engine.is_overdue else phase,
+                engine=engine.status(),
                 requests=self.requests.counts,
-                decoding=replace(decision or InnerLoopDecision(loop.live), live=loop.live),
+                decoding=replace(decision or InnerLoopDecision(engine.live), live=engine.live),
                 live_version=live_version,
                 is_pinned=is_pinned,
-                age_s=loop.age_s,
+                age_s=engine.age_s,
             )
         except EngineDied:
-            self._last = replace(self._last, phase=Phase.OVERDUE, age_s=loop.age_s)
+            self._last = replace(self._last, phase=Phase.OVERDUE, age_s=engine.age_s)
         return self._last
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metric families; those of the engine are missing if it has died."""
         yield from self.requests.families(self._labels)
         try:
-            status = self._loop.status()
+            status = self._engine.status()
         except EngineDied:
             return
         for definition, value in self._gauges(status):
@@ -129,7 +129,7 @@ class ReplicaTelemetry(Collector):
             yield definition.counter(self._labels, getattr(status, field))
 
     def _gauges(self, status: EngineStatus) -> list[tuple[MetricDefinition, float]]:
-        live = self._loop.live
+        live = self._engine.live
         return [
             (_RUNNING, status.num_running),
             (_WAITING, status.num_waiting),
@@ -137,5 +137,5 @@ class ReplicaTelemetry(Collector):
             (_THRESHOLD, live.threshold),
             (_FLEX_THRESHOLD, live.threshold_of(Tier.FLEX)),
             (_EXACT, live.is_exact),
-            (_OVERDUE, self._loop.is_overdue),
+            (_OVERDUE, self._engine.is_overdue),
         ]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from mars_serve.config.settings import ModelSettings
 from mars_serve.engine.ipc.channel import Channel, ChannelClosed
-from mars_serve.engine.ipc.loop import EngineLoop
+from mars_serve.engine.ipc.client import EngineClient
 from mars_serve.engine.ipc.pulse import Pulse
 from mars_serve.replica.watchdog import PulseReader, watch
 
@@ -33,7 +33,7 @@ class EngineStart:
 
 
 class _Process:
-    """A child process as a `mars_serve.engine.ipc.loop.Worker`."""
+    """A child process as a `mars_serve.engine.ipc.client.Worker`."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -55,7 +55,9 @@ class _Process:
             self._process.wait()
 
 
-def start_engine(settings: ModelSettings, num_threads: int, *, host: str = LOOPBACK) -> EngineLoop:
+def start_engine(
+    settings: ModelSettings, num_threads: int, *, host: str = LOOPBACK
+) -> EngineClient:
     """Start a process with a model's engine, and wait until the engine is warmed up.
 
     From then on a thread watches the engine, and ends it if a step hangs. The process ends when
@@ -88,11 +90,11 @@ def start_engine(settings: ModelSettings, num_threads: int, *, host: str = LOOPB
         )
     os.close(memory)
     channel = Channel(ours)
-    with suppress(ChannelClosed):  # EngineLoop reports a process that has ended
+    with suppress(ChannelClosed):  # EngineClient reports a process that has ended
         channel.send(EngineStart(settings, num_threads, host))
     worker = _Process(process)
-    loop = EngineLoop(channel, worker)
-    assert loop.step_times is not None
-    reader = PulseReader(pulse, loop.step_times.at, settings.engine.step_timeout_s)
-    watch(reader, loop, worker.kill)
-    return loop
+    engine = EngineClient(channel, worker)
+    assert engine.step_times is not None
+    reader = PulseReader(pulse, engine.step_times.at, settings.engine.step_timeout_s)
+    watch(reader, engine, worker.kill)
+    return engine

@@ -9,15 +9,15 @@ import time
 from concurrent.futures import Future
 from contextlib import suppress
 
-from mars_autoscale.policy.inner_loop import LOOK_PERIOD_S
+from mars_autoscale.policy.inner_loop import SAMPLE_PERIOD_S
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
 from mars_autoscale.policy.reports import Phase, ReplicaReport
 from mars_serve.control.governor import WAIT_S
 from mars_serve.control.governor_actor import UNREACHABLE, GovernorClient
 from mars_serve.control.reporting import report_forever
-from mars_serve.engine.ipc.loop import EngineDied
+from mars_serve.engine.ipc.client import EngineDied
 from mars_serve.observability.replica_telemetry import ReplicaTelemetry
-from mars_serve.replica.steering import Steering
+from mars_serve.replica.threshold_controller import ThresholdController
 
 _RETRY_S = (0.05, 2.0)
 """First and longest pause in seconds before a governor that does not answer is called again."""
@@ -37,8 +37,8 @@ class GovernorLink:
         self._client = GovernorClient(application)
         self._model = model
         self._starting = ReplicaReport(replica, node, Phase.STARTING)
-        self._engine = Future[tuple[ReplicaTelemetry, Steering]]()
-        """The engine's telemetry and steering, once there is one."""
+        self._engine = Future[tuple[ReplicaTelemetry, ThresholdController]]()
+        """The engine's telemetry and threshold controller, once there is one."""
         self._is_current = threading.Event()
         """Set once the governor's first value is applied."""
 
@@ -48,39 +48,39 @@ class GovernorLink:
             target=asyncio.run, args=[self._run()], name="governor", daemon=True
         ).start()
 
-    def follow(self, telemetry: ReplicaTelemetry, steering: Steering) -> None:
-        """Report on an engine and steer it, and wait until the governor's value is applied."""
-        self._engine.set_result((telemetry, steering))
+    def follow(self, telemetry: ReplicaTelemetry, controller: ThresholdController) -> None:
+        """Report on an engine and control its τ, and wait until the governor's value is applied."""
+        self._engine.set_result((telemetry, controller))
         if not self._is_current.wait(_START_S):
-            threshold = steering.published.threshold
+            threshold = controller.published.threshold
             _log.warning("the governor does not answer; starting with τ %g", threshold)
 
     def report(self) -> ReplicaReport:
         """Return the replica's report. Any thread may call this."""
         if not self._engine.done():
             return self._starting
-        telemetry, steering = self._engine.result()
-        published = steering.published
+        telemetry, controller = self._engine.result()
+        published = controller.published
         return telemetry.report(
-            steering.decision, live_version=published.version, is_pinned=published.is_pinned
+            controller.decision, live_version=published.version, is_pinned=published.is_pinned
         )
 
     async def _run(self) -> None:
         reporting = asyncio.create_task(report_forever(self._client, "report", self._calls))
-        _, steering = await asyncio.wrap_future(self._engine)
+        _, controller = await asyncio.wrap_future(self._engine)
         with suppress(EngineDied):  # Ray Serve replaces the replica
-            await asyncio.gather(self._follow(steering), self._steer(steering))
+            await asyncio.gather(self._follow(controller), self._control(controller))
         await reporting
 
     def _calls(self) -> list[tuple[str, ReplicaReport, AutoscalingBasis | None]]:
         basis = self._engine.result()[1].basis if self._engine.done() else None
         return [(self._model, self.report(), basis)]
 
-    async def _follow(self, steering: Steering) -> None:
+    async def _follow(self, controller: ThresholdController) -> None:
         pause_s, longest_s = _RETRY_S
         timeout_s = 0.0  # the first call only fetches the present value
         while True:
-            known = steering.published
+            known = controller.published
             try:
                 newest = await self._client.call("wait", self._model, known, timeout_s)
             except UNREACHABLE as error:
@@ -90,10 +90,10 @@ class GovernorLink:
                 continue
             pause_s, timeout_s = _RETRY_S[0], WAIT_S
             if newest.version > known.version:
-                steering.take(newest, time.monotonic())
+                controller.take(newest, time.monotonic())
             self._is_current.set()
 
-    async def _steer(self, steering: Steering) -> None:
+    async def _control(self, controller: ThresholdController) -> None:
         while True:
-            steering.step(time.monotonic())
-            await asyncio.sleep(LOOK_PERIOD_S)
+            controller.step(time.monotonic())
+            await asyncio.sleep(SAMPLE_PERIOD_S)

@@ -14,14 +14,14 @@ from mars_autoscale.policy.reports import ReplicaReport
 from mars_autoscale.ray.ongoing_policy import NUM_REQUESTS
 from mars_serve.config.served import PublishedThreshold
 from mars_serve.config.settings import ModelSettings
+from mars_serve.engine.ipc.client import EngineClient, EngineDied
 from mars_serve.engine.ipc.listener import Address
-from mars_serve.engine.ipc.loop import EngineDied, EngineLoop
 from mars_serve.engine.ipc.messages import Condition
 from mars_serve.observability.ray_metrics import RayMirror
 from mars_serve.observability.replica_telemetry import ReplicaTelemetry
 from mars_serve.replica.engine_process import start_engine
 from mars_serve.replica.governor_link import GovernorLink
-from mars_serve.replica.steering import InnerSteering, Steering
+from mars_serve.replica.threshold_controller import InnerLoopController, ThresholdController
 
 _DRAIN_S = 0.5
 """Least seconds between the announcement that a replica ends and its end, in which requests may
@@ -42,24 +42,26 @@ class ModelReplica:
         node = ray.util.get_node_ip_address()
         self._governor = GovernorLink(context.app_name, settings.name, self._name, node)
         self._governor.start()  # the dashboard shows the replica while the engine starts
-        self._loop = start_engine(settings, num_threads, host=node)
-        self._loop.read_in_thread()
-        self._telemetry = ReplicaTelemetry(settings.name, self._name, self._loop, node)
+        self._engine = start_engine(settings, num_threads, host=node)
+        self._engine.read_in_thread()
+        self._telemetry = ReplicaTelemetry(settings.name, self._name, self._engine, node)
         RayMirror(self._telemetry, metrics).start()
-        self._governor.follow(self._telemetry, _steering(settings, self._loop, self._telemetry))
+        self._governor.follow(
+            self._telemetry, _threshold_controller(settings, self._engine, self._telemetry)
+        )
 
     async def __del__(self) -> None:
         """Let the running requests end; Ray Serve awaits this before it ends the replica."""
         with suppress(EngineDied):
-            self._loop.tell(Condition(is_draining=True))
+            self._engine.tell(Condition(is_draining=True))
             await asyncio.sleep(_DRAIN_S)
-            while self._loop.status().num_requests:
+            while self._engine.status().num_requests:
                 await asyncio.sleep(_DRAIN_POLL_S)
 
     async def address(self) -> tuple[str, Address]:
         """Return the replica's name, and where its requests are sent to."""
-        assert self._loop.address is not None
-        return self._name, self._loop.address
+        assert self._engine.address is not None
+        return self._name, self._engine.address
 
     async def metrics(self) -> list[Metric]:
         """Return the replica's metrics."""
@@ -71,24 +73,26 @@ class ModelReplica:
         Raises:
             EngineDied: the engine has stopped.
         """
-        self._loop.status()
+        self._engine.status()
         return self._governor.report()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the load for Ray Serve's own policy; see `mars_autoscale.ray.ongoing_policy`."""
         with suppress(EngineDied):
-            return {NUM_REQUESTS: float(self._loop.status().num_requests)}
+            return {NUM_REQUESTS: float(self._engine.status().num_requests)}
         return {}
 
     async def check_health(self) -> None:
         """Raise if the engine has stopped; Ray Serve then replaces the replica."""
-        self._loop.status()
+        self._engine.status()
 
 
-def _steering(settings: ModelSettings, loop: EngineLoop, telemetry: ReplicaTelemetry) -> Steering:
+def _threshold_controller(
+    settings: ModelSettings, engine: EngineClient, telemetry: ReplicaTelemetry
+) -> ThresholdController:
     initial = PublishedThreshold(0, settings.initial_threshold)
-    if loop.basis is None or settings.autoscaling is None:
-        return Steering(loop, initial)
-    return InnerSteering(
-        loop, initial, loop.basis, settings.autoscaling, lambda: telemetry.requests
+    if engine.basis is None or settings.autoscaling is None:
+        return ThresholdController(engine, initial)
+    return InnerLoopController(
+        engine, initial, engine.basis, settings.autoscaling, lambda: telemetry.requests
     )

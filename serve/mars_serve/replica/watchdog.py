@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from mars_serve.engine.ipc.loop import EngineDied, EngineLoop
+from mars_serve.engine.ipc.client import EngineClient, EngineDied
 from mars_serve.engine.ipc.pulse import Pulse
 
 _OVERDUE_S = 5.0
@@ -73,26 +73,26 @@ class PulseReader:
         return self.expected_s(positions, cached_tokens) if positions else 0.0
 
 
-def watch(reader: PulseReader, loop: EngineLoop, end: Callable[[], None]) -> None:
+def watch(reader: PulseReader, engine: EngineClient, end: Callable[[], None]) -> None:
     """Start a daemon thread that watches an engine until it has ended.
 
     Args:
         reader: reads the engine's pulse.
-        loop: is told whether the engine is overdue, and asked whether it runs.
+        engine: is told whether the engine is overdue, and asked whether it runs.
         end: ends the engine at once.
     """
 
     def run() -> None:
-        while loop.is_alive:
+        while engine.is_alive:
             reader.look(time.monotonic())
             if reader.is_hung:
                 _log.error("the engine is ended: no sign of life for %.0f s", reader.silent_s)
                 end()
                 return
-            if reader.is_overdue != loop.condition.is_overdue:
-                condition = replace(loop.condition, is_overdue=reader.is_overdue)
+            if reader.is_overdue != engine.condition.is_overdue:
+                condition = replace(engine.condition, is_overdue=reader.is_overdue)
                 with suppress(EngineDied):
-                    loop.tell(condition)
+                    engine.tell(condition)
                 change = "overdue and gets no requests" if condition.is_overdue else "back"
                 _log.warning("the engine is %s", change)
             time.sleep(_LOOK_S)

@@ -12,7 +12,7 @@ from ladders import CAPACITY, LADDER, exact_rung
 from mars_autoscale.model.capacity import AR
 from mars_autoscale.policy.decide import decide
 from mars_autoscale.policy.decision import AT_TARGET, OuterState, Reason
-from mars_autoscale.policy.inner_loop import InnerLoop, Look
+from mars_autoscale.policy.inner_loop import EngineSample, InnerLoop
 from mars_autoscale.policy.observe import Arrivals, ReplicaLoad, Snapshot
 from mars_autoscale.policy.settings import InnerSettings, OuterSettings
 from mars_platform.config import build_settings
@@ -212,7 +212,7 @@ class Hours:
         )
         self.loops = [InnerLoop(CAPACITY, InnerSettings()) for _ in range(num_replicas)]
         self.state = OuterState()
-        self.chosen = [each.update(Look(0.0, 0.0)) for each in self.loops]
+        self.chosen = [each.update(EngineSample(0.0, 0.0)) for each in self.loops]
         self.now_s = 0.0
         self.lost = []
         """Points that the average token lost, for each period."""
@@ -241,7 +241,7 @@ class Hours:
             points = sum(n * each.loss for n, each in zip(tokens, replicas, strict=True))
             self.lost.append(points / max(sum(tokens), 1e-9))
             self.chosen = [
-                each.update(Look(self.now_s, load, decision.range))
+                each.update(EngineSample(self.now_s, load, decision.range))
                 for each, load in zip(self.loops, loads, strict=True)
             ]
 
@@ -490,7 +490,7 @@ def test_a_full_batch_in_mode_exact_makes_no_debt():
     capacity = replace(CAPACITY, rungs=(AR, exact_rung(2.2, 5), *LADDER[1:]))
     loop, state = InnerLoop(capacity, InnerSettings()), OuterState()
     for step in range(11):
-        chosen = loop.update(Look(PERIOD * step, 40.0))
+        chosen = loop.update(EngineSample(PERIOD * step, 40.0))
         load = ReplicaLoad(PERIOD * step, 16, 24, chosen.gain, chosen.loss, chosen.is_lowest)
         snapshot = replace(snapshot_of(PERIOD * step, 4.0), replicas=[load] * 4)
         decision, state = decide(snapshot, state, capacity, SETTINGS)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ladders import CAPACITY, LADDER, exact_rung, threshold_rung
 from mars_autoscale.model.capacity import AR, Rung, Window
 from mars_autoscale.policy.decision import ThresholdRange
-from mars_autoscale.policy.inner_loop import Cause, InnerLoop, Look
+from mars_autoscale.policy.inner_loop import Cause, EngineSample, InnerLoop
 from mars_autoscale.policy.settings import InnerSettings
 from mars_platform.method.mode import Mode
 
@@ -28,7 +28,7 @@ def loop():
 
 
 def look(now_s, load, floor=0.0, flex_floor=0.0, feed_forward=1.0, **shares):
-    return Look(now_s, load, ThresholdRange(floor, flex_floor, feed_forward), **shares)
+    return EngineSample(now_s, load, ThresholdRange(floor, flex_floor, feed_forward), **shares)
 
 
 def thresholds(decision):
@@ -201,11 +201,11 @@ def test_requests_that_keep_their_quality_count_at_the_speed_of_mode_exact():
 
 # Properties
 
-LOOKS = st.builds(Look, ANY, ANY, st.builds(ThresholdRange, ANY, ANY, ANY), ANY, ANY, ANY)
+LOOKS = st.builds(EngineSample, ANY, ANY, st.builds(ThresholdRange, ANY, ANY, ANY), ANY, ANY, ANY)
 SHARES = st.floats(0, 1)
 FLOORS = st.sampled_from([0.5, 0.7, 0.8, 0.9, 0.95, 1.0])
 REAL_LOOKS = st.builds(
-    Look,
+    EngineSample,
     st.floats(0, 10),
     st.floats(0, 100),
     st.builds(ThresholdRange, FLOORS, FLOORS, st.floats(1, 3)),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mars_autoscale.queueing.order import LATE_TURN, FairQueue, Ticket, late_from
+from mars_autoscale.queueing.order import LATE_TURN, FairQueue, QueuedRequest, late_from
 from mars_autoscale.queueing.ranked import RankedSet
 from mars_platform.tier import Tier
 
@@ -91,11 +91,11 @@ def test_no_request_of_a_key_starves_although_others_come_in_time_forever(waitin
         for _ in range(source.randint(1, 2)):  # more come than are served
             add(queue, 1, deadline_s=now_s + 9, late_s=now_s + 9)
         rest = {each for each in queue if each.late_s <= now_s}
-        ticket = queue.pop(now_s=now_s)
+        queued = queue.pop(now_s=now_s)
         num_popped += 1
-        if ticket in rest:
-            assert ticket is min(rest, key=lambda each: (each.deadline_s, each.arrival))
-        old.discard(ticket)
+        if queued in rest:
+            assert queued is min(rest, key=lambda each: (each.deadline_s, each.arrival))
+        old.discard(queued)
         assert num_popped <= LATE_TURN * len(waiting)
 
 
@@ -149,10 +149,10 @@ def test_what_a_request_really_cost_counts():
 
 def test_nothing_is_owed_once_nobody_waits():
     queue = FairQueue[str]()
-    tickets = [add(queue, "a", key="a") for _ in range(5)]
+    queued_requests = [add(queue, "a", key="a") for _ in range(5)]
     assert drain(queue) == "aaaaa"
-    for ticket in tickets:
-        queue.settle(ticket, 1_000)
+    for queued in queued_requests:
+        queue.settle(queued, 1_000)
     for _ in range(2):
         add(queue, "a", key="a")
         add(queue, "b", key="b")
@@ -160,16 +160,16 @@ def test_nothing_is_owed_once_nobody_waits():
     assert queue.num_keys == 0
 
 
-def test_a_ticket_is_settled_once():
+def test_a_request_is_settled_once():
     queue = FairQueue[str]()
-    ticket = add(queue)
+    queued = add(queue)
     with pytest.raises(AssertionError):
-        queue.settle(ticket, 10)
+        queue.settle(queued, 10)
     queue.pop()
-    queue.settle(ticket, 10)
+    queue.settle(queued, 10)
     with pytest.raises(AssertionError):
-        queue.settle(ticket, 10)
-    assert not queue.remove(ticket)
+        queue.settle(queued, 10)
+    assert not queue.remove(queued)
     with pytest.raises(IndexError):
         queue.pop()
 
@@ -219,13 +219,13 @@ def test_no_fewer_tokens_go_before_a_request_than_was_said(waiting, tier, key, d
     _, tokens = queue.ahead(tier, key, deadline / 10)
     added = add(queue, "", key, 10, deadline / 10, tier)
     before = list(iter(queue.pop, added))
-    assert tokens <= sum(ticket.cost for ticket in before)
-    largest = {ticket.key: 50 for ticket in before if ticket.tier == tier}
+    assert tokens <= sum(queued.cost for queued in before)
+    largest = {queued.key: 50 for queued in before if queued.tier == tier}
     same_tick = sum(
-        ticket.cost
-        for ticket in before
-        if ticket.tier == tier and ticket.key == key
-        if ticket.deadline_s > deadline / 10 - 0.25
+        queued.cost
+        for queued in before
+        if queued.tier == tier and queued.key == key
+        if queued.deadline_s > deadline / 10 - 0.25
     )
     assert tokens + sum(largest.values()) + same_tick * 3 >= sum(each.cost for each in before)
 
@@ -238,14 +238,14 @@ def test_two_keys_that_wait_are_served_equally_but_for_one_request_each(seed, be
     gaps: list[int] = []
     for step in range(300):
         for key in "ab" if begin_together or step > 50 else "a":
-            while sum(ticket.key == key for ticket in queue) < 2:
+            while sum(queued.key == key for queued in queue) < 2:
                 largest[key] = max(largest[key], cost := source.randint(1, 40))
                 add(queue, key=key, cost=cost, deadline_s=source.random())
         if source.random() < 0.3:  # a third key comes and goes
             add(queue, key="c", cost=source.randint(1, 40))
-        ticket = queue.pop()
+        queued = queue.pop()
         if begin_together or step > 50:
-            served[ticket.key] += ticket.cost
+            served[queued.key] += queued.cost
             gaps.append(served["a"] - served["b"])
     assert max(gaps) - min(gaps) <= largest["a"] + largest["b"]
 
@@ -254,10 +254,10 @@ def test_two_keys_that_wait_are_served_equally_but_for_one_request_each(seed, be
 def test_a_key_that_understates_its_costs_gains_only_what_is_not_known_yet(seed, num_running):
     source = random.Random(seed)
     queue, served = FairQueue[str](), Counter[str]()
-    running: list[Ticket[str]] = []
+    running: list[QueuedRequest[str]] = []
     for _ in range(400):
         for key in "ab":
-            while sum(ticket.key == key for ticket in queue) < 2:
+            while sum(queued.key == key for queued in queue) < 2:
                 add(queue, key=key, cost={"a": 1, "b": 20}[key])
         running.append(queue.pop())
         served[running[-1].key] += 20
@@ -271,8 +271,8 @@ class Model:
 
     def __init__(self, source: random.Random):
         self.queue, self.source, self.now = FairQueue[int](), source, 0
-        self.waiting: list[Ticket[int]] = []
-        self.popped: list[Ticket[int]] = []
+        self.waiting: list[QueuedRequest[int]] = []
+        self.popped: list[QueuedRequest[int]] = []
 
     def add(self):
         limit_s = self.source.choice([None, self.now + self.source.randint(0, 40)])
@@ -283,18 +283,18 @@ class Model:
     def pop(self):
         if not self.waiting:
             return
-        ticket = self.queue.pop()
+        queued = self.queue.pop()
         rank = max(each.tier.rank for each in self.waiting)
-        own = [each for each in self.waiting if each.key == ticket.key and each.tier.rank == rank]
-        assert ticket is min(own, key=lambda each: (each.deadline_s, each.arrival))
-        self.waiting.remove(ticket)
-        self.popped.append(ticket)
+        own = [each for each in self.waiting if each.key == queued.key and each.tier.rank == rank]
+        assert queued is min(own, key=lambda each: (each.deadline_s, each.arrival))
+        self.waiting.remove(queued)
+        self.popped.append(queued)
 
     def remove(self):
         if self.waiting:
-            ticket = self._any_of(self.waiting)
-            assert self.queue.remove(ticket)
-            assert not self.queue.remove(ticket)
+            queued = self._any_of(self.waiting)
+            assert self.queue.remove(queued)
+            assert not self.queue.remove(queued)
 
     def expire(self):
         gone = self.queue.expire(self.now)
@@ -309,11 +309,11 @@ class Model:
     def check(self):
         assert len(self.queue) == len(self.waiting) == len(list(self.queue))
         assert set(self.queue) == set(self.waiting)
-        limits = [ticket.limit_s for ticket in self.waiting if ticket.limit_s is not None]
+        limits = [queued.limit_s for queued in self.waiting if queued.limit_s is not None]
         assert self.queue.first_limit_s() == min(limits, default=None)
 
-    def _any_of(self, tickets):
-        return tickets.pop(self.source.randrange(len(tickets)))
+    def _any_of(self, queued_requests):
+        return queued_requests.pop(self.source.randrange(len(queued_requests)))
 
 
 @given(SEEDS, st.integers(1, 150))
@@ -366,10 +366,10 @@ def test_large_queues_are_handled():
     for number in range(100_000):
         deadline_s = number / 100 + source.random()
         add(queue, number, str(number % 100), 1 + number % 900, deadline_s, limit_s=1e9)
-    tickets = [queue.pop() for _ in range(100_000)]
-    assert len({ticket.item for ticket in tickets}) == 100_000
-    for ticket in tickets:
-        queue.settle(ticket, 10)
+    queued_requests = [queue.pop() for _ in range(100_000)]
+    assert len({queued.item for queued in queued_requests}) == 100_000
+    for queued in queued_requests:
+        queue.settle(queued, 10)
     assert queue.num_keys == 0
 
 

@@ -14,7 +14,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 DELAYS = st.integers(1, 4)
 
 
-def make_system(seed, max_delay, num_ingresses, num_replicas, real_cost=lambda ticket: ticket.cost):
+def make_system(seed, max_delay, num_ingresses, num_replicas, real_cost=lambda queued: queued.cost):
     system = System(seed, max_delay, real_cost)
     for _ in range(num_ingresses):
         system.add_ingress()
@@ -38,8 +38,8 @@ def arrive(system):
 
 def cancel(system):
     ingress = system.source.choice(system.ingresses)
-    if ingress.tickets:
-        ingress.cancel(system.source.choice(list(ingress.tickets)))
+    if ingress.queued_requests:
+        ingress.cancel(system.source.choice(list(ingress.queued_requests)))
 
 
 def change_pages(system):
@@ -80,7 +80,7 @@ def drain(system):
     for replica in system.replicas:
         replica.is_short = False
     for _ in range(20_000):
-        if not any(ingress.tickets for ingress in system.ingresses):
+        if not any(ingress.queued_requests for ingress in system.ingresses):
             break
         system.tick()
     for _ in range(4 * system.max_delay):  # for messages about cancelled requests
@@ -91,8 +91,8 @@ def drain(system):
 def test_every_request_ends_once_and_nothing_is_left_behind(seed, max_delay, ingresses, replicas):
     """The rules of order and of overcommitment are asserted in `queue_system`, at every step."""
 
-    def real_cost(ticket):
-        return system.source.randint(1, 2 * ticket.cost)
+    def real_cost(queued):
+        return system.source.randint(1, 2 * queued.cost)
 
     system = make_system(seed, max_delay, ingresses, replicas, real_cost)
     run(system, 150)
@@ -150,15 +150,15 @@ def test_keys_that_keep_waiting_get_equal_tokens_from_any_number_of_replicas(
     system = make_system(seed, max_delay, 1, num_replicas)
     ingress, largest = system.ingresses[0], 40
     for _ in range(150):
-        waiting = Counter(ticket.key for ticket in ingress.queue)
+        waiting = Counter(queued.key for queued in ingress.queue)
         for key in "ab":
             for _ in range(16 - waiting[key]):
                 cost = system.source.randint(1, {"a": 5, "b": largest}[key])
                 system.arrive(ingress, key, cost=cost)
         system.tick()
     gaps, gap = [0], 0
-    for ticket in ingress.served:
-        gap += ticket.cost if ticket.key == "a" else -ticket.cost
+    for queued in ingress.served:
+        gap += queued.cost if queued.key == "a" else -queued.cost
         gaps.append(gap)
     assert len(gaps) > 20
     assert max(gaps) - min(gaps) <= 5 + largest

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from decoding.local_loop import LocalLoop
+from decoding.local_engine_client import LocalEngineClient
 from ladders import threshold_rung
 from mars_autoscale.model.capacity import AR, Capacity
 from mars_autoscale.model.step_times import linear_step_time
@@ -33,19 +33,19 @@ from mars_serve.bench.options import LoadOptions
 from mars_serve.config.served import Backend, Explanation
 from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.ipc.loop import EngineDied
+from mars_serve.engine.ipc.client import EngineDied
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
-from rest.rest_server import ENGINE, LoopBackend, app_of, served
+from rest.rest_server import ENGINE, SingleEngineBackend, app_of, served
 
 QUESTION = [{"role": "user", "content": "What is 3 plus 4?"}]
 KEY = "a key of this test alone"
 
 
-class SayingBackend(LoopBackend):
+class SayingBackend(SingleEngineBackend):
     """A backend that gives every request the same answer, in passes of three tokens."""
 
-    def __init__(self, loop: LocalLoop, tokens: list[int]) -> None:
+    def __init__(self, loop: LocalEngineClient, tokens: list[int]) -> None:
         super().__init__(loop)
         self.tokens = tokens
 
@@ -65,10 +65,10 @@ class GovernedBackend(SayingBackend):
         return Explanation(AutoscalingBasis(capacity, OuterSettings(max_replicas=3)), [])
 
 
-class CrowdedBackend(LoopBackend):
+class CrowdedBackend(SingleEngineBackend):
     """A backend that answers once a given number of requests has come."""
 
-    def __init__(self, loop: LocalLoop, count: int) -> None:
+    def __init__(self, loop: LocalEngineClient, count: int) -> None:
         super().__init__(loop)
         self.barrier = asyncio.Barrier(count)
 
@@ -77,10 +77,10 @@ class CrowdedBackend(LoopBackend):
         yield StepOutput(request.id, [50], FinishReason.LENGTH)
 
 
-class StuckBackend(LoopBackend):
+class StuckBackend(SingleEngineBackend):
     """A backend that gives one token and then fails or waits."""
 
-    def __init__(self, loop: LocalLoop, error: Exception | None = None) -> None:
+    def __init__(self, loop: LocalEngineClient, error: Exception | None = None) -> None:
         super().__init__(loop)
         self.error = error
         self.has_begun = threading.Event()
@@ -99,11 +99,11 @@ def mars(mars_dir: Path) -> Checkpoint:
 
 
 @pytest.fixture
-def make_loop(mars: Checkpoint) -> Iterator[Callable[..., LocalLoop]]:
+def make_loop(mars: Checkpoint) -> Iterator[Callable[..., LocalEngineClient]]:
     made = []
 
-    def make(**sizes: Any) -> LocalLoop:
-        made.append(LocalLoop(Engine(mars, ENGINE.model_copy(update=sizes))))
+    def make(**sizes: Any) -> LocalEngineClient:
+        made.append(LocalEngineClient(Engine(mars, ENGINE.model_copy(update=sizes))))
         return made[-1]
 
     yield make
@@ -112,7 +112,7 @@ def make_loop(mars: Checkpoint) -> Iterator[Callable[..., LocalLoop]]:
 
 
 @pytest.fixture
-def loop(make_loop: Callable[..., LocalLoop]) -> LocalLoop:
+def loop(make_loop: Callable[..., LocalEngineClient]) -> LocalEngineClient:
     return make_loop()
 
 
@@ -155,12 +155,12 @@ def load(url: str, trace: Path, **options: Any) -> LoadTest:
 
 
 def test_a_trace_is_replayed_and_measured(
-    mars: Checkpoint, loop: LocalLoop, tmp_path: Path
+    mars: Checkpoint, loop: LocalEngineClient, tmp_path: Path
 ) -> None:
     trace = trace_file(tmp_path)
     file = tmp_path / "out.json"
     command = ["bench", "load", "--trace", str(trace), "--model", "mars", "--speedup", "20"]
-    with serving(mars, LoopBackend(loop)) as url:
+    with serving(mars, SingleEngineBackend(loop)) as url:
         assert run([*command, "--json", str(file), "--url", f"{url}/v1/"]) == 0
     found = json.loads(file.read_text())
     everyone, classes = found["all"], found["classes"]
@@ -183,9 +183,9 @@ def test_a_trace_is_replayed_and_measured(
 
 
 def test_the_seed_draws_prompts_and_tiers(
-    mars: Checkpoint, loop: LocalLoop, tmp_path: Path
+    mars: Checkpoint, loop: LocalEngineClient, tmp_path: Path
 ) -> None:
-    with serving(mars, LoopBackend(loop)) as url:
+    with serving(mars, SingleEngineBackend(loop)) as url:
         tests = [
             load(url, trace_file(tmp_path), classes="flex=.5,default=.5", seed=seed, duration_s=0.1)
             for seed in (1, 1, 2)
@@ -198,7 +198,7 @@ def test_the_seed_draws_prompts_and_tiers(
     assert tests[0].figures.classes.keys() == {"default", "flex"}
 
 
-def test_answers_are_checked(mars: Checkpoint, loop: LocalLoop, tmp_path: Path) -> None:
+def test_answers_are_checked(mars: Checkpoint, loop: LocalEngineClient, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     turns = [*QUESTION, {"role": "assistant", "content": "Answer: 7"}]
     answers = [{"answer": 7}, {"answer": "8"}, {"answer": "7.0"}, {}]
@@ -219,7 +219,7 @@ def test_answers_are_checked(mars: Checkpoint, loop: LocalLoop, tmp_path: Path) 
 
 
 def test_requests_that_a_full_server_rejects_are_counted(
-    mars: Checkpoint, make_loop: Callable[..., LocalLoop], tmp_path: Path
+    mars: Checkpoint, make_loop: Callable[..., LocalEngineClient], tmp_path: Path
 ) -> None:
     loop = make_loop(max_requests=2)
     step = loop.engine.step
@@ -229,7 +229,7 @@ def test_requests_that_a_full_server_rejects_are_counted(
         return step()
 
     loop.engine.step = slow  # type: ignore[method-assign]
-    with serving(mars, LoopBackend(loop)) as url:
+    with serving(mars, SingleEngineBackend(loop)) as url:
         test = load(url, trace_file(tmp_path, every_s=0, num_output=40), objective_ttft_s=60.0)
     found = test.figures.all
     assert found.num_ended == 20
@@ -242,12 +242,12 @@ def test_requests_that_a_full_server_rejects_are_counted(
 
 
 def test_the_limits_of_a_key_are_reported(
-    mars: Checkpoint, loop: LocalLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mars: Checkpoint, loop: LocalEngineClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digest = hashlib.sha256(KEY.encode()).hexdigest()
     entry = {"name": "one", "sha256": digest, "tiers": ["default"], "requests_per_minute": 9}
     trace = trace_file(tmp_path)
-    with serving(mars, LoopBackend(loop), keys={"entries": [entry]}) as url:
+    with serving(mars, SingleEngineBackend(loop), keys={"entries": [entry]}) as url:
         with pytest.raises(UserError, match=r"--key-env: GET .* gives 401"):
             load(url, trace)
         monkeypatch.setenv("LOAD_KEY", KEY)
@@ -266,7 +266,7 @@ def test_the_limits_of_a_key_are_reported(
 
 
 def test_the_cost_in_quality_and_replicas_is_the_servers_own(
-    mars: Checkpoint, loop: LocalLoop, tmp_path: Path
+    mars: Checkpoint, loop: LocalEngineClient, tmp_path: Path
 ) -> None:
     backend = GovernedBackend(loop, [50] * 6)  # decoded with τ = 0.8
     with serving(mars, backend, is_governed=True) as url:
@@ -280,7 +280,7 @@ def test_the_cost_in_quality_and_replicas_is_the_servers_own(
 
 
 def test_the_sender_raises_its_own_limit_of_files(
-    mars: Checkpoint, loop: LocalLoop, tmp_path: Path
+    mars: Checkpoint, loop: LocalEngineClient, tmp_path: Path
 ) -> None:
     count = 60
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -295,7 +295,7 @@ def test_the_sender_raises_its_own_limit_of_files(
 
 
 def test_a_request_that_never_ends_fails_at_the_timeout(
-    mars: Checkpoint, loop: LocalLoop, tmp_path: Path
+    mars: Checkpoint, loop: LocalEngineClient, tmp_path: Path
 ) -> None:
     with serving(mars, StuckBackend(loop)) as url:
         found = load(url, trace_file(tmp_path, count=3), timeout_s=0.3).figures.all
@@ -304,7 +304,7 @@ def test_a_request_that_never_ends_fails_at_the_timeout(
 
 
 def test_a_replica_that_dies_during_a_stream_fails_the_request(
-    mars: Checkpoint, loop: LocalLoop, tmp_path: Path
+    mars: Checkpoint, loop: LocalEngineClient, tmp_path: Path
 ) -> None:
     with serving(mars, StuckBackend(loop, EngineDied("dead"))) as url:
         found = load(url, trace_file(tmp_path, count=3)).figures.all
@@ -313,7 +313,7 @@ def test_a_replica_that_dies_during_a_stream_fails_the_request(
 
 
 def test_an_interrupt_ends_the_test_early(
-    mars: Checkpoint, loop: LocalLoop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    mars: Checkpoint, loop: LocalEngineClient, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     backend, path = StuckBackend(loop), tmp_path / "out.json"
 
@@ -349,7 +349,7 @@ def test_an_interrupt_ends_the_test_early(
     ],
 )
 def test_a_bad_option_is_refused(
-    mars: Checkpoint, loop: LocalLoop, tmp_path: Path, options: dict[str, Any], message: str
+    mars: Checkpoint, loop: LocalEngineClient, tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
-    with serving(mars, LoopBackend(loop)) as url, pytest.raises(UserError, match=message):
+    with serving(mars, SingleEngineBackend(loop)) as url, pytest.raises(UserError, match=message):
         load(options.pop("url", url), trace_file(tmp_path), **options)

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from clusters.local_replicas import LocalReplica, ReplicaHandle
 from decoding.failing_engines import ControlledEngine
-from decoding.local_loop import LOOPBACK, LocalLoop
+from decoding.local_engine_client import LOOPBACK, LocalEngineClient
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_serve.engine.engine import Engine
 
@@ -29,7 +29,7 @@ async def start(
         name: str, engine_class: type[Engine] = ControlledEngine, **sizes: int
     ) -> LocalReplica:
         engine = make_engine(tiny_model("qwen2"), SPECIAL, engine_class=engine_class, **sizes)
-        made.append(LocalReplica(name, LocalLoop(engine, LOOPBACK)))
+        made.append(LocalReplica(name, LocalEngineClient(engine, LOOPBACK)))
         made[-1].loop.attach()
         return made[-1]
 

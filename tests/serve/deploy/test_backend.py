@@ -14,9 +14,9 @@ from decoding.failing_engines import ControlledEngine, SlowEngine
 from mars_platform.errors import UserError
 from mars_serve.config.settings import ModelSettings
 from mars_serve.deploy.backend import ReplicaBackend
+from mars_serve.engine.ipc import client as engine_client
 from mars_serve.engine.ipc import connections
-from mars_serve.engine.ipc import loop as engine_loop
-from mars_serve.engine.ipc.loop import EngineDied, EngineSilent, QueueFull, QueueTimeout
+from mars_serve.engine.ipc.client import EngineDied, EngineSilent, QueueFull, QueueTimeout
 from mars_serve.engine.ipc.messages import Condition
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
@@ -31,10 +31,10 @@ async def backend(handle: ReplicaHandle, start) -> AsyncIterator[ReplicaBackend]
     made = ReplicaBackend(handle, ModelSettings(name="m", path="p"), "app")
     yield made
     handle.replicas.clear()
-    links = made._links
-    for link in links._all.values():
-        link.stop()
-    await soon(lambda: not links._all)
+    clients = made._clients
+    for client in clients._all.values():
+        client.stop()
+    await soon(lambda: not clients._all)
 
 
 @pytest.fixture
@@ -56,9 +56,9 @@ def behind_proxy(start) -> Callable[..., StallingProxy]:
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the times after which an engine counts as overdue and as lost."""
     monkeypatch.setattr(connections, "_BEAT_S", 0.05)
-    monkeypatch.setattr(engine_loop, "_OVERDUE_S", 0.6)
-    monkeypatch.setattr(engine_loop, "_SILENT_S", 1.0)
-    monkeypatch.setattr(engine_loop, "_LOOK_S", 0.05)
+    monkeypatch.setattr(engine_client, "_OVERDUE_S", 0.6)
+    monkeypatch.setattr(engine_client, "_SILENT_S", 1.0)
+    monkeypatch.setattr(engine_client, "_LOOK_S", 0.05)
 
 
 def request(name: str = "r", max_tokens: int = NUM_TOKENS, **options: Any) -> Request:
@@ -200,17 +200,17 @@ async def test_a_replica_ends_a_wait_that_is_too_long(backend, handle, start) ->
     handle.replicas.append(busy := start("busy", SlowEngine, max_num_seqs=1))
     stream = backend.stream(request("running", 200))
     await anext(stream)
-    (link,) = backend._links.usable().values()
+    (client,) = backend._clients.usable().values()
     with pytest.raises(QueueTimeout, match=r"did not begin within 0\.2 s"):
-        _ = [each async for each in link.stream(request(max_queue_s=0.2))]  # past the queue
+        _ = [each async for each in client.stream(request(max_queue_s=0.2))]  # past the queue
     await stream.aclose()
     await soon(lambda: is_free(busy))
 
 
 async def known(backend: ReplicaBackend, *replicas: str) -> None:
     """Wait until a backend can send requests to exactly these replicas."""
-    backend._links.start()
-    await soon(lambda: backend._links.usable().keys() == set(replicas))
+    backend._clients.start()
+    await soon(lambda: backend._clients.usable().keys() == set(replicas))
 
 
 def death_between_steps(replica: LocalReplica) -> LocalReplica:
@@ -290,7 +290,7 @@ async def test_a_stream_that_has_begun_is_not_begun_again(backend, handle, start
 async def test_an_overdue_engine_gives_back_what_waits_and_keeps_what_runs(
     backend, handle, start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_loop, "_LOOK_S", 0.05)
+    monkeypatch.setattr(engine_client, "_LOOK_S", 0.05)
     handle.replicas.append(overdue := start("a", max_num_seqs=2))
     running = backend.stream(request("running"))
     await anext(running)

@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from mars_platform.cluster.processes import free_port
 from mars_serve.config.settings import ServeSettings
-from mars_serve.deploy.guard import Connections, _network_of
+from mars_serve.deploy.guard import ConnectionCounts, _network_of
 from mars_serve.deploy.haproxy import ConnectionLimits
 from mars_serve.deploy.proxies import proxy_environment
 
@@ -324,10 +324,10 @@ async def test_websockets_are_not_spoken(start):
 
 
 def test_a_server_behind_haproxy_may_be_for_its_own_machine_only():
-    here = Connections(ConnectionLimits(), is_local=True)
+    here = ConnectionCounts(ConnectionLimits(), is_local=True)
     assert here.add("127.0.0.1")
     assert not here.add("192.0.2.7")
-    anywhere = Connections(ConnectionLimits(2, 0), is_local=False)
+    anywhere = ConnectionCounts(ConnectionLimits(2, 0), is_local=False)
     assert [anywhere.add("192.0.2.7") for _ in range(3)] == [True, True, False]
     anywhere.remove("192.0.2.7")
     assert anywhere.add("192.0.2.8")

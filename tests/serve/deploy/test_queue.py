@@ -28,8 +28,8 @@ from mars_autoscale.queueing.grants import reserve_of
 from mars_platform.tier import Tier
 from mars_serve.config.settings import ModelSettings
 from mars_serve.deploy.backend import ReplicaBackend
-from mars_serve.deploy.queue import _SPARE_SHARE, RequestQueue, Turn
-from mars_serve.engine.ipc.loop import DeadlineMissed, QueueFull, QueueTimeout
+from mars_serve.deploy.queue import _SPARE_SHARE, Lease, RequestQueue
+from mars_serve.engine.ipc.client import DeadlineMissed, QueueFull, QueueTimeout
 from mars_serve.engine.ipc.messages import Condition
 from mars_serve.engine.request import Request
 from mars_serve.observability.request_telemetry import RequestTelemetry
@@ -49,33 +49,33 @@ async def ingress(start) -> AsyncIterator[Ingress]:
         handle = ReplicaHandle(*replicas)
         backend = ReplicaBackend(handle, MODEL, "app")
         made.append((handle, backend))
-        backend._links.start()
+        backend._clients.start()
         names = {each.name for each in replicas}
-        await soon(lambda: backend._links.usable().keys() == names)
-        await soon(lambda: all(link.credit.limit for link in links_of(backend)))
+        await soon(lambda: backend._clients.usable().keys() == names)
+        await soon(lambda: all(client.credit.limit for client in links_of(backend)))
         return backend
 
     yield make
     for handle, backend in made:
         handle.replicas.clear()
-        for link in links_of(backend):
-            link.stop()
-        await soon(lambda backend=backend: not backend._links._all)
+        for client in links_of(backend):
+            client.stop()
+        await soon(lambda backend=backend: not backend._clients._all)
 
 
-def at_once(turn: Coroutine[Any, Any, Turn]) -> Turn:
-    """Return the turn that a request gets without waiting."""
+def at_once(lease: Coroutine[Any, Any, Lease]) -> Lease:
+    """Return the lease that a request gets without waiting."""
     with pytest.raises(StopIteration) as ended:
-        turn.send(None)
+        lease.send(None)
     found = ended.value.value
-    assert isinstance(found, Turn)
+    assert isinstance(found, Lease)
     return found
 
 
-def give_up(queue: RequestQueue, turn: Turn, wanted: Request) -> None:
-    """End a request that had its turn and was never sent."""
-    queue.sent(turn)
-    queue.ended(turn, wanted, 0, 0)
+def give_up(queue: RequestQueue, lease: Lease, wanted: Request) -> None:
+    """End a request that had its lease and was never sent."""
+    queue.sent(lease)
+    queue.ended(lease, wanted, 0, 0)
 
 
 async def assert_all_is_back(backend: ReplicaBackend, *replicas: LocalReplica) -> None:
@@ -87,7 +87,7 @@ async def assert_all_is_back(backend: ReplicaBackend, *replicas: LocalReplica) -
         assert status().num_free_pages == status().num_pages
     sizes = [each.loop.engine.settings.max_num_seqs for each in replicas]
     room = sum(size + reserve_of(size) for size in sizes)
-    await soon(lambda: sum(link.credit.num_free for link in links_of(backend)) == room)
+    await soon(lambda: sum(client.credit.num_free for client in links_of(backend)) == room)
     assert (len(queue), queue._reserved, queue._held.total()) == (0, {}, 0)
 
 
@@ -97,20 +97,20 @@ async def assert_all_is_back(backend: ReplicaBackend, *replicas: LocalReplica) -
 async def test_a_request_for_an_idle_replica_does_not_wait(start, ingress) -> None:
     backend = await ingress(replica := start("a"))
     queue, wanted = backend._queue, request()
-    turn = at_once(queue.turn(wanted, time.monotonic()))
-    assert (turn.replica, turn.ticket, wanted.waited_s) == ("a", None, 0.0)
-    give_up(queue, turn, wanted)
+    lease = at_once(queue.lease(wanted, time.monotonic()))
+    assert (lease.replica, lease.queued, wanted.waited_s) == ("a", None, 0.0)
+    give_up(queue, lease, wanted)
     assert len(await backend.complete(wanted)) == 1
     await assert_all_is_back(backend, replica)
 
 
 async def test_nothing_is_sent_while_pages_are_short_and_nothing_overtakes(start, ingress) -> None:
     backend = await ingress(replica := start("a", SlowEngine, num_pages=16, max_num_seqs=4))
-    (link,) = links_of(backend)
+    (client,) = links_of(backend)
     first = backend.stream(request("first", 10, prompt=50))
     await anext(first)
     second = spawn(backend, request("second", 1, prompt=50))
-    await soon(lambda: link.credit.num_free == 0)
+    await soon(lambda: client.credit.num_free == 0)
     (third,) = await spawn_waiting(backend, request("third", 1))
     for _ in range(4):  # there would be pages for it
         await anext(first)
@@ -124,8 +124,8 @@ async def test_nothing_is_sent_while_pages_are_short_and_nothing_overtakes(start
 async def test_two_ingresses_share_a_replica_by_what_waits(start, ingress) -> None:
     replica = start("a", max_num_seqs=4)
     ahead, behind = await ingress(replica), await ingress(replica)
-    (link,) = links_of(ahead)
-    await soon(lambda: link.credit.num_free == 2)
+    (client,) = links_of(ahead)
+    await soon(lambda: client.credit.num_free == 2)
     blocks = await block(ahead, replica)
     blocks += await block(behind, replica, name="block too")
     assert len(blocks) == 4
@@ -183,11 +183,11 @@ async def test_a_key_that_floods_leaves_room_for_another_that_is_active(start, i
     flood = [spawn(backend, request(f"{index}", key="a", prompt=2)) for index in range(40)]
     await soon(lambda: len(backend._queue) == 40 - (18 - 18 // _SPARE_SHARE))
     wanted = request("at once", key="b")
-    turn = asyncio.create_task(backend._queue.turn(wanted, time.monotonic()))
+    lease = asyncio.create_task(backend._queue.lease(wanted, time.monotonic()))
     for _ in range(3):
         await asyncio.sleep(0)
-    assert turn.done(), "there is room that was kept for it"
-    give_up(backend._queue, turn.result(), wanted)
+    assert lease.done(), "there is room that was kept for it"
+    give_up(backend._queue, lease.result(), wanted)
     unblock(replica)
     await asyncio.gather(*flood)
     await assert_all_is_back(backend, replica)
@@ -211,20 +211,21 @@ async def test_a_request_that_is_cancelled_while_it_waits_is_never_sent(start, i
 async def test_a_request_cancelled_in_the_instant_of_its_turn_gives_it_back(start, ingress) -> None:
     backend = await ingress(replica := start("a", max_num_seqs=2))
     queue, holder = backend._queue, request("holder")
-    turns = [at_once(queue.turn(holder, time.monotonic())) for _ in range(2)]
+    leases = [at_once(queue.lease(holder, time.monotonic())) for _ in range(2)]
     waiting = [
-        asyncio.create_task(queue.turn(request(f"{index}"), time.monotonic())) for index in range(3)
+        asyncio.create_task(queue.lease(request(f"{index}"), time.monotonic()))
+        for index in range(3)
     ]
     await soon(lambda: len(queue) == 3)
-    give_up(queue, turns[0], holder)
-    assert len(queue) == 2, "the first has its turn, and its task has not run since"
+    give_up(queue, leases[0], holder)
+    assert len(queue) == 2, "the first has its lease, and its task has not run since"
     waiting[0].cancel()
     await asyncio.wait(waiting[:1])
     assert waiting[0].cancelled()
     second = await waiting[1]
     waiting[2].cancel()
     give_up(queue, second, request("1"))
-    give_up(queue, turns[1], holder)
+    give_up(queue, leases[1], holder)
     await asyncio.wait(waiting)
     assert waiting[2].cancelled()
     await assert_all_is_back(backend, replica)
@@ -266,7 +267,7 @@ async def test_a_new_replica_takes_what_waits(start, ingress) -> None:
     backend = await ingress(busy := start("a", max_num_seqs=1))
     blocks = await block(backend, busy)
     waiting = await spawn_waiting(backend, *(request(f"{index}") for index in range(4)))
-    backend._links._handle.replicas.append(new := start("b", max_num_seqs=1))
+    backend._clients._handle.replicas.append(new := start("b", max_num_seqs=1))
     await asyncio.gather(*waiting)
     assert ids_at(new) == ["0", "1", "2", "3"]
     unblock(busy)
@@ -323,7 +324,7 @@ async def test_late_requests_are_refused_once_every_replica_has_a_rule(start, in
     rule = LateRule(each_s=10.0, objective_s=1.0)
 
     def rules() -> list[LateRule | None]:
-        return [link.late_rule for link in links_of(backend)]
+        return [client.late_rule for client in links_of(backend)]
 
     def early(name: str) -> Request:
         return request(name, deadline_s=60.0)
@@ -351,22 +352,22 @@ async def test_late_requests_are_refused_once_every_replica_has_a_rule(start, in
 async def test_a_deadline_that_surely_cannot_be_met_is_refused(start, ingress) -> None:
     backend = await ingress(replica := start("a", max_num_seqs=2))
     now_s = 100.0
-    queue = backend._queue = RequestQueue(MODEL, backend._links, lambda: now_s)
+    queue = backend._queue = RequestQueue(MODEL, backend._clients, lambda: now_s)
     holder = request("holder")
-    turns = [at_once(queue.turn(holder, now_s)) for _ in range(2)]
+    leases = [at_once(queue.lease(holder, now_s)) for _ in range(2)]
     unsure = request("no pace is known", deadline_s=0.001)
-    waiting = [asyncio.create_task(queue.turn(unsure, now_s))]
+    waiting = [asyncio.create_task(queue.lease(unsure, now_s))]
     others = [request(f"{index}", deadline_s=9.0) for index in range(12)]
-    waiting += [asyncio.create_task(queue.turn(each, now_s)) for each in others]
+    waiting += [asyncio.create_task(queue.lease(each, now_s)) for each in others]
     await soon(lambda: len(queue) == 13)
     for _ in range(2):  # two of them begin within five seconds
-        give_up(queue, turns.pop(), holder)
+        give_up(queue, leases.pop(), holder)
     now_s += 5.5
     with pytest.raises(DeadlineMissed, match="would wait about") as missed:
-        await queue.turn(request("hopeless", deadline_s=4.0), now_s)
+        await queue.lease(request("hopeless", deadline_s=4.0), now_s)
     # eleven are before it, and not late yet
     assert missed.value.wait_s == pytest.approx(11 / 2 * 5)
-    meets = asyncio.create_task(queue.turn(request("meets", deadline_s=3600.0), now_s))
+    meets = asyncio.create_task(queue.lease(request("meets", deadline_s=3600.0), now_s))
     await soon(lambda: len(queue) == 12)
     for task in [*waiting[2:], meets]:
         task.cancel()
@@ -431,11 +432,11 @@ async def test_sessions_and_prefixes_return_to_their_replica_while_it_has_room(
 ) -> None:
     replicas = [start(name, SlowEngine, max_num_seqs=3) for name in "ab"]
     backend = await ingress(*replicas)
-    queue, held = backend._queue, list[tuple[Turn, Request]]()
+    queue, held = backend._queue, list[tuple[Lease, Request]]()
 
     def place(**more: Any) -> str:
         wanted = request(f"{len(held)}", **more)
-        held.append((at_once(queue.turn(wanted, time.monotonic())), wanted))
+        held.append((at_once(queue.lease(wanted, time.monotonic())), wanted))
         return held[-1][0].replica
 
     first = place()
@@ -448,6 +449,6 @@ async def test_sessions_and_prefixes_return_to_their_replica_while_it_has_room(
     assert place() == first, "it is chosen without memory"
     assert [place(**fields) for _ in range(2)] == [usual, usual]
     assert place(**fields) == first, "no request waits for a credit of its own replica"
-    for turn, wanted in held:
-        give_up(queue, turn, wanted)
+    for lease, wanted in held:
+        give_up(queue, lease, wanted)
     await assert_all_is_back(backend, *replicas)

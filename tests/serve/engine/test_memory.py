@@ -12,7 +12,7 @@ import psutil
 import pytest
 from transformers import PreTrainedModel
 
-from decoding.local_loop import LocalLoop
+from decoding.local_engine_client import LocalEngineClient
 from decoding.tiny_models import build_model
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_serve.engine.admission import Deadlines
@@ -73,7 +73,7 @@ async def test_nothing_grows_over_thousands_of_requests(
 ) -> None:
     engine = make_engine(model, SPECIAL, num_pages=24, page_size=4, max_num_seqs=16)
     engine.warm_up()
-    loop, process = LocalLoop(engine), psutil.Process()
+    loop, process = LocalEngineClient(engine), psutil.Process()
 
     async def client(number: int, count: int) -> None:
         source = random.Random(number)

@@ -12,12 +12,12 @@ import pytest
 from fastapi import FastAPI
 from transformers import PreTrainedTokenizerBase
 
-from decoding.local_loop import LocalLoop
+from decoding.local_engine_client import LocalEngineClient
 from mars_platform.checkpoint.directory import Checkpoint, load_model, read_checkpoint
 from mars_platform.method import reference
 from mars_serve.config.served import Backend, ServedModel
 from mars_serve.engine.engine import Engine
-from rest.rest_server import ENGINE, Client, LoopBackend, app_of, client_of, served
+from rest.rest_server import ENGINE, Client, SingleEngineBackend, app_of, client_of, served
 
 
 @pytest.fixture(scope="session")
@@ -51,12 +51,12 @@ def oracle(mars: Checkpoint) -> Callable[..., reference.ReferenceOutput]:
 
 
 @pytest.fixture
-def make_loop() -> Iterator[Callable[..., LocalLoop]]:
+def make_loop() -> Iterator[Callable[..., LocalEngineClient]]:
     """Make an engine for one test: ``make_loop(checkpoint, **sizes)``."""
     made = []
 
-    def make(checkpoint: Checkpoint, **sizes: Any) -> LocalLoop:
-        made.append(LocalLoop(Engine(checkpoint, ENGINE.model_copy(update=sizes))))
+    def make(checkpoint: Checkpoint, **sizes: Any) -> LocalEngineClient:
+        made.append(LocalEngineClient(Engine(checkpoint, ENGINE.model_copy(update=sizes))))
         return made[-1]
 
     yield make
@@ -65,18 +65,21 @@ def make_loop() -> Iterator[Callable[..., LocalLoop]]:
 
 
 @pytest.fixture(scope="session")
-def loops(mars: Checkpoint, plain_dir: Path) -> Iterator[dict[str, LocalLoop]]:
+def loops(mars: Checkpoint, plain_dir: Path) -> Iterator[dict[str, LocalEngineClient]]:
     """Return the engines of a MARS checkpoint and of a plain AR one."""
     checkpoints = {"mars": mars, "plain": read_checkpoint(plain_dir)}
-    loops = {name: LocalLoop(Engine(each, ENGINE)) for name, each in checkpoints.items()}
+    loops = {name: LocalEngineClient(Engine(each, ENGINE)) for name, each in checkpoints.items()}
     yield loops
     for loop in loops.values():
         loop.stop()
 
 
 @pytest.fixture(scope="session")
-def models(loops: dict[str, LocalLoop]) -> list[ServedModel]:
-    return [served(name, loop.engine.checkpoint, LoopBackend(loop)) for name, loop in loops.items()]
+def models(loops: dict[str, LocalEngineClient]) -> list[ServedModel]:
+    return [
+        served(name, loop.engine.checkpoint, SingleEngineBackend(loop))
+        for name, loop in loops.items()
+    ]
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from mars_platform.checkpoint.examples import write_examples
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_serve.http.endpoints.about import AboutModel
 from rest.api_keys import bearer, key_entry
-from rest.rest_server import LoopBackend, app_of, client_of, served
+from rest.rest_server import SingleEngineBackend, app_of, client_of, served
 
 # A step takes 1 ms and 0.5 ms for each position.
 STEPS = ((0.001, 0.001), (0.051, 0.051))
@@ -35,7 +35,7 @@ def model_at(loops):
     """Make a served model over a directory that holds the weights of an engine that runs."""
 
     def make(path):
-        return served("mars", read_checkpoint(path), LoopBackend(loops["mars"]))
+        return served("mars", read_checkpoint(path), SingleEngineBackend(loops["mars"]))
 
     return make
 
@@ -67,7 +67,7 @@ async def test_a_measured_model_has_frontier_card_and_examples(measured_dir, mod
 
 
 async def test_what_a_model_lacks_is_explained(mars_dir, plain_dir, model_at, loops):
-    plain = served("plain", read_checkpoint(plain_dir), LoopBackend(loops["plain"]))
+    plain = served("plain", read_checkpoint(plain_dir), SingleEngineBackend(loops["plain"]))
     models = (model_at(mars_dir), plain)
     about = await told(*models)
     assert about["frontier"] is about["card"] is None

@@ -12,21 +12,23 @@ from typing import Any
 import pytest
 
 from decoding.adapters import write_adapter
-from decoding.local_loop import LocalLoop
+from decoding.local_engine_client import LocalEngineClient
 from mars_platform.checkpoint.adapted import read_model
 from rest.rest_requests import PROMPT
-from rest.rest_server import LoopBackend, app_of, client_of, served
+from rest.rest_server import SingleEngineBackend, app_of, client_of, served
 
 
 @pytest.fixture
-def models(full_dir: Path, tmp_path: Path, make_loop: Callable[..., LocalLoop]) -> list[Any]:
+def models(
+    full_dir: Path, tmp_path: Path, make_loop: Callable[..., LocalEngineClient]
+) -> list[Any]:
     adapter = write_adapter(full_dir, tmp_path / "adapter")
     checkpoints = {"base": read_model(full_dir), "fast": read_model(full_dir, adapter)}
     metadata = checkpoints["fast"].metadata
     assert metadata is not None
     assert metadata.mask_token_id == checkpoints["base"].config.vocab_size
     return [
-        served(name, each, LoopBackend(make_loop(each, batch_invariant=True)))
+        served(name, each, SingleEngineBackend(make_loop(each, batch_invariant=True)))
         for name, each in checkpoints.items()
     ]
 

@@ -14,13 +14,13 @@ import uvicorn
 from openai import OpenAI
 from rich.console import Console
 
-from decoding.local_loop import LocalLoop
+from decoding.local_engine_client import LocalEngineClient
 from mars_platform.checkpoint.directory import read_checkpoint
 from mars_platform.cli.progress import progress_display
 from mars_platform.demo import measure, table
 from mars_platform.demo.measure import DemoResult, Item
 from mars_serve.engine.engine import Engine
-from rest.rest_server import ENGINE, LoopBackend, app_of, served
+from rest.rest_server import ENGINE, SingleEngineBackend, app_of, served
 
 SETTINGS = table.SETTINGS[:4]
 ITEMS = [Item(f"Start with {number} hats", str(number)) for number in range(10, 16)]
@@ -30,8 +30,10 @@ ITEMS = [Item(f"Start with {number} hats", str(number)) for number in range(10, 
 def base_url(plain_dir: Path, mars_dir: Path) -> Iterator[str]:
     """Serve both models of the demo at a port of this machine."""
     checkpoints = {table.AR_MODEL: read_checkpoint(plain_dir), "mars": read_checkpoint(mars_dir)}
-    loops = {name: LocalLoop(Engine(each, ENGINE)) for name, each in checkpoints.items()}
-    app = app_of(*(served(name, checkpoints[name], LoopBackend(loops[name])) for name in loops))
+    loops = {name: LocalEngineClient(Engine(each, ENGINE)) for name, each in checkpoints.items()}
+    app = app_of(
+        *(served(name, checkpoints[name], SingleEngineBackend(loops[name])) for name in loops)
+    )
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None))
     thread = threading.Thread(target=server.run, args=([listener],))

@@ -13,12 +13,12 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from decoding.failing_engines import ControlledEngine
-from decoding.local_loop import LocalLoop
+from decoding.local_engine_client import LocalEngineClient
 from mars_platform.checkpoint.directory import Checkpoint, load_model
 from mars_serve.api.text import TokenBytes, decode, encode
 from rest.api_keys import bearer, key_entry
 from rest.rest_requests import BODIES, CHAT, COMPLETIONS, CONVERSATION, MESSAGES, PROMPT, text_of
-from rest.rest_server import ENGINE, LoopBackend, app_of, client_of, served
+from rest.rest_server import ENGINE, SingleEngineBackend, app_of, client_of, served
 
 NUM_TOKENS = 12
 LOW = {"confidence_threshold": 0.02}
@@ -131,7 +131,7 @@ async def test_the_tokenizers_own_tokens_are_added_where_they_are_asked_for(
         single="<|im_start|> $A", special_tokens=[("<|im_start|>", start)]
     )
     tokenizer.backend_tokenizer.post_processor = template
-    backend = LoopBackend(loops["mars"])
+    backend = SingleEngineBackend(loops["mars"])
     async with client_over(backend, replace(mars, tokenizer=tokenizer)) as client:
         found = {
             (path, adds): (
@@ -290,13 +290,15 @@ async def test_prefixes_are_shared_only_with_the_same_salt(client, path):
 async def test_sessions_and_consent_to_audits_reach_the_engine(mars, path, stream):
     """A session counts before a user, and a request cannot consent to what its key forbids."""
     engine = ControlledEngine(mars, ENGINE)
-    loop = LocalLoop(engine)
+    loop = LocalEngineClient(engine)
     keys = {"entries": [key_entry("open"), key_entry("shy", audit=False)]}
     asked: list[dict[str, Any]] = [
         *({}, {"user": "u"}, {"session_id": "s", "audit": True}),
         *({"user": "u", "session_id": "s", "audit": None}, {"audit": False}),
     ]
-    async with client_of(app_of(served("mars", mars, LoopBackend(loop)), keys=keys)) as client:
+    async with client_of(
+        app_of(served("mars", mars, SingleEngineBackend(loop)), keys=keys)
+    ) as client:
         for key in ("open", "shy"):
             for fields in asked:
                 body = {**BODIES[path], "max_tokens": 1, "stream": stream, **fields}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tokenizers import AddedToken
 
-from decoding.local_loop import LocalLoop
+from decoding.local_engine_client import LocalEngineClient
 from mars_platform.checkpoint.directory import (
     Checkpoint,
     add_mask_token,
@@ -24,7 +24,7 @@ from mars_platform.method.mode import Mode
 from mars_serve.api.text import special_tokens
 from mars_serve.engine.engine import Engine
 from rest.rest_requests import CHAT, COMPLETIONS
-from rest.rest_server import ENGINE, Client, LoopBackend, app_of, client_of, served
+from rest.rest_server import ENGINE, Client, SingleEngineBackend, app_of, client_of, served
 
 TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 NEXT = {
@@ -71,18 +71,18 @@ def thinker(plain_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Checkp
 
 
 @pytest.fixture(scope="module")
-def loop(thinker: Checkpoint) -> Iterator[LocalLoop]:
-    loop = LocalLoop(Engine(thinker, ENGINE))
+def loop(thinker: Checkpoint) -> Iterator[LocalEngineClient]:
+    loop = LocalEngineClient(Engine(thinker, ENGINE))
     yield loop
     loop.stop()
 
 
 @pytest.fixture
-def make_client(loop: LocalLoop, thinker: Checkpoint) -> Callable[..., Client]:
+def make_client(loop: LocalEngineClient, thinker: Checkpoint) -> Callable[..., Client]:
     """Make a client of the model with some settings."""
 
     def make(**settings: Any) -> Client:
-        return client_of(app_of(served("mars", thinker, LoopBackend(loop), **settings)))
+        return client_of(app_of(served("mars", thinker, SingleEngineBackend(loop), **settings)))
 
     return make
 

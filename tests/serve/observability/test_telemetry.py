@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from decoding.local_loop import LocalLoop
+from decoding.local_engine_client import LocalEngineClient
 from mars_autoscale.policy.lengths import counts_of
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.method.mode import LiveDecoding, Mode
@@ -31,7 +31,7 @@ PROMPT = [5, 9, 12, 30, 7, 41]
 
 @pytest.fixture
 def loop(tiny_model, make_engine):
-    loop = LocalLoop(make_engine(tiny_model("qwen2"), SPECIAL))
+    loop = LocalEngineClient(make_engine(tiny_model("qwen2"), SPECIAL))
     yield loop
     loop.stop()
 

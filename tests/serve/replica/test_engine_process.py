@@ -10,7 +10,7 @@ import textwrap
 import psutil
 import pytest
 
-from decoding.local_loop import linked
+from decoding.local_engine_client import linked
 from mars_platform.checkpoint.directory import load_model, read_checkpoint
 from mars_platform.errors import UserError
 from mars_platform.method import reference
@@ -18,7 +18,7 @@ from mars_platform.method.mode import LiveDecoding, Mode
 from mars_serve.config.settings import ModelSettings
 from mars_serve.engine.decoding_options import DecodingOptions, GrammarKind, GrammarSpec
 from mars_serve.engine.ipc.channel import ChannelClosed
-from mars_serve.engine.ipc.loop import EngineDied
+from mars_serve.engine.ipc.client import EngineDied
 from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.replica.engine_process import start_engine

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from decoding.local_loop import LOOPBACK, LocalLoop, linked
+from decoding.local_engine_client import LOOPBACK, LocalEngineClient, linked
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_serve.engine.ipc.messages import Condition
 from mars_serve.engine.ipc.pulse import Pulse
@@ -93,15 +93,15 @@ def test_time_in_which_nobody_looked_does_not_count(pulse: Pulse) -> None:
 
 
 @pytest.fixture
-def loop(tiny_model: Any, make_engine: Any) -> Iterator[LocalLoop]:
+def loop(tiny_model: Any, make_engine: Any) -> Iterator[LocalEngineClient]:
     special = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 3}))
-    loop = LocalLoop(make_engine(tiny_model("qwen2"), special), LOOPBACK)
+    loop = LocalEngineClient(make_engine(tiny_model("qwen2"), special), LOOPBACK)
     yield loop
     loop.stop()
 
 
 async def test_all_who_send_requests_are_told_of_an_overdue_engine(
-    pulse: Pulse, loop: LocalLoop, monkeypatch: pytest.MonkeyPatch
+    pulse: Pulse, loop: LocalEngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine that drains still counts as draining once it is overdue."""
     monkeypatch.setattr(watchdog, "_OVERDUE_S", 0.2)
@@ -126,7 +126,7 @@ async def test_all_who_send_requests_are_told_of_an_overdue_engine(
 
 
 def test_a_hung_engine_is_ended(
-    pulse: Pulse, loop: LocalLoop, monkeypatch: pytest.MonkeyPatch
+    pulse: Pulse, loop: LocalEngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watchdog, "_LOOK_S", 0.01)
     ended = threading.Event()

@@ -9,14 +9,14 @@ from clusters.local_replicas import LocalReplica
 from decoding.engine_requests import make_request
 from decoding.failing_engines import ControlledEngine
 from mars_serve.deploy.backend import ReplicaBackend
-from mars_serve.engine.ipc.loop import EngineLoop
+from mars_serve.engine.ipc.client import EngineClient
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
 from waiting import soon
 
 
-def links_of(backend: ReplicaBackend) -> list[EngineLoop]:
-    return list(backend._links._all.values())
+def links_of(backend: ReplicaBackend) -> list[EngineClient]:
+    return list(backend._clients._all.values())
 
 
 def request(name: str = "r", max_tokens: int = 1, **fields: Any) -> Request:
@@ -43,7 +43,7 @@ async def block(
     """Stop the engines' steps and take all credits, by requests called block-0 and so on."""
     for replica in replicas:
         engine_of(replica).may_step.clear()
-    num = sum(link.credit.num_free for link in links_of(backend))
+    num = sum(client.credit.num_free for client in links_of(backend))
     before = sum(len(ids_at(each)) for each in replicas)
     tasks = [spawn(backend, request(f"{name}-{index}")) for index in range(num)]
     await soon(lambda: sum(len(ids_at(each)) for each in replicas) == before + num)

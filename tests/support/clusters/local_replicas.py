@@ -11,14 +11,14 @@ from typing import Any
 
 from ray.exceptions import RayActorError
 
-from decoding.local_loop import LocalLoop
+from decoding.local_engine_client import LocalEngineClient
 from mars_serve.engine.ipc.listener import Address
 
 
 class LocalReplica:
     """Stands for a `mars_serve.replica.replica.ModelReplica` towards those who send it requests."""
 
-    def __init__(self, name: str, loop: LocalLoop) -> None:
+    def __init__(self, name: str, loop: LocalEngineClient) -> None:
         self.name = name
         self.loop = loop
         self.reached_at: Address | None = loop.address

@@ -1,4 +1,4 @@
-"""Engines that are slow, hang or fail when a test wants it, to be run by a `LocalLoop`."""
+"""Engines that are slow, hang or fail when a test wants it, to be run by a `LocalEngineClient`."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import httpx2
 from fastapi import FastAPI
 from prometheus_client.core import Metric
 
-from decoding.local_loop import LocalLoop
+from decoding.local_engine_client import LocalEngineClient
 from mars_autoscale.policy.reports import ReplicaReport
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method.mode import LiveDecoding
@@ -36,10 +36,10 @@ CREATED = 1_700_000_000
 ENGINE = EngineSettings(page_size=8, num_pages=128, max_num_seqs=4, max_num_batched_tokens=65)
 
 
-class LoopBackend:
+class SingleEngineBackend:
     """A backend over an engine in this process."""
 
-    def __init__(self, loop: LocalLoop) -> None:
+    def __init__(self, loop: LocalEngineClient) -> None:
         self.loop = loop
         self.live = PublishedThreshold(0, 0.95)
         self.governor = Governor()

@@ -11,12 +11,12 @@ from typing import TypeVar
 
 from mars_autoscale.queueing.grants import Grants
 from mars_serve.engine.ipc.channel import Channel, ChannelClosed
-from mars_serve.engine.ipc.messages import Beat, Condition, Demand, Grant, SetLateRule
+from mars_serve.engine.ipc.messages import Condition, CreditGrant, Demand, Heartbeat, SetLateRule
 
 _ItemT = TypeVar("_ItemT")
 
 _BEAT_S = 2.0
-"""Seconds between two signs of life; an `EngineLoop` may miss a few of them before it takes the
+"""Seconds between two signs of life; an `EngineClient` may miss a few of them before it takes the
 engine for dead."""
 
 
@@ -144,7 +144,7 @@ class Connections:
         with suppress(ChannelClosed):
             while not self._is_closed.wait(_BEAT_S):
                 for connection in {*self._of_request.values(), *self._others}:
-                    self.send(connection, Beat())
+                    self.send(connection, Heartbeat())
 
     def close(self) -> None:
         """Close all connections."""
@@ -156,4 +156,4 @@ class Connections:
         changed = self._grants.update(is_short_of_pages=self._is_short_of_pages)
         for connection in self._others:
             if connection.name in changed:
-                self.send(connection, Grant(changed[connection.name]))
+                self.send(connection, CreditGrant(changed[connection.name]))

@@ -47,7 +47,7 @@ class SetLateRule:
 
 
 @dataclass(frozen=True)
-class Tell:
+class SetCondition:
     """An order to tell all who send requests how the engine is."""
 
     condition: Condition
@@ -68,7 +68,7 @@ class Demand:
     """Part of the requests that wait that is counted here."""
 
 
-Order = Request | Cancel | SetLive | SetLateRule | Tell | Demand
+Order = Request | Cancel | SetLive | SetLateRule | SetCondition | Demand
 """Any message to an engine; a `Request` is an order to run it."""
 
 
@@ -124,12 +124,12 @@ class LoadUpdate:
 
 
 @dataclass(frozen=True)
-class Grant:
+class CreditGrant:
     """A report that a number of requests may be sent, counted since the connection began."""
 
     limit: int
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """A sign of life from an engine that has had nothing else to say for a while."""

@@ -31,10 +31,10 @@ from mars_serve.engine.ipc.messages import (
     Demand,
     LoadUpdate,
     Ready,
+    SetCondition,
     SetLateRule,
     SetLive,
     StepReport,
-    Tell,
 )
 from mars_serve.engine.ipc.pulse import Pulse
 from mars_serve.engine.outputs import StepOutput
@@ -319,7 +319,7 @@ class EngineWorker:
             self._engine.live = order.live
         elif isinstance(order, SetLateRule):
             self._connections.tell(order)
-        elif isinstance(order, Tell):
+        elif isinstance(order, SetCondition):
             self._connections.tell(order.condition)
         elif isinstance(order, Demand):
             self._take_demand(order, connection)

@@ -42,7 +42,7 @@ from mars_serve.api.tools import RequestTools, prepare_tools
 from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import LimitSettings
 from mars_serve.engine.decoding_options import DecodingOptions, Spans
-from mars_serve.engine.ipc.loop import QueueFull
+from mars_serve.engine.ipc.client import QueueFull
 from mars_serve.engine.request import Request as EngineRequest
 from mars_serve.http.endpoints.event_stream import DONE, EventStream, sse
 from mars_serve.http.endpoints.information import find_model

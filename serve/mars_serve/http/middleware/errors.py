@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mars_platform.errors import UserError
 from mars_serve.api.errors import ApiError, clipped, invalid_value, retry_after, shown
 from mars_serve.api.limits import queue_full
-from mars_serve.engine.ipc.loop import (
+from mars_serve.engine.ipc.client import (
     DeadlineMissed,
     EngineDied,
     QueueFull,

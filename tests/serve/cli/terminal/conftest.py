@@ -11,11 +11,11 @@ import pytest
 import uvicorn
 import yaml
 
-from decoding.local_loop import LocalLoop
+from decoding.local_engine_client import LocalEngineClient
 from mars_platform.checkpoint.directory import read_checkpoint
 from mars_serve.engine.engine import Engine
 from rest.api_keys import key_entry
-from rest.rest_server import ENGINE, LoopBackend, app_of, served
+from rest.rest_server import ENGINE, SingleEngineBackend, app_of, served
 
 USER = "the key of a user"
 
@@ -28,8 +28,8 @@ def url(mars_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setenv("USER_KEY", USER)
     monkeypatch.setenv("OTHER_KEY", "no key of the server")
     checkpoint = read_checkpoint(mars_dir)
-    loop = LocalLoop(Engine(checkpoint, ENGINE))
-    app = app_of(served("mars", checkpoint, LoopBackend(loop)), keys={"file": str(keys)})
+    loop = LocalEngineClient(Engine(checkpoint, ENGINE))
+    app = app_of(served("mars", checkpoint, SingleEngineBackend(loop)), keys={"file": str(keys)})
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None))
     thread = threading.Thread(target=server.run, args=([listener],))

@@ -11,7 +11,7 @@ import pytest
 
 from decoding.engine_requests import make_request
 from decoding.engines import output_of, prompt_of, run
-from decoding.local_loop import LocalLoop
+from decoding.local_engine_client import LocalEngineClient
 from mars_autoscale.audit.counts import AuditCounts, AuditKey, AuditOutcome
 from mars_autoscale.model.step_times import StepTimes
 from mars_platform.checkpoint.directory import Checkpoint
@@ -379,7 +379,7 @@ def test_an_output_counts_although_its_checker_hangs(
 async def test_an_idle_engine_audits_what_it_has_served(
     engine: Engine, prompts: list[list[int]]
 ) -> None:
-    loop = LocalLoop(engine, audited_share=1.0)
+    loop = LocalEngineClient(engine, audited_share=1.0)
     try:
         requests = requests_of(prompts[:6])
         for request in requests:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from decoding.engine_requests import make_request
 from decoding.failing_engines import ControlledEngine, SlowEngine
-from decoding.local_loop import LOOPBACK, LocalLoop, linked
+from decoding.local_engine_client import LOOPBACK, LocalEngineClient, linked
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.errors import UserError
 from mars_platform.method.mode import LiveDecoding
@@ -19,13 +19,13 @@ from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.ipc import listener
 from mars_serve.engine.ipc.channel import Channel, ChannelClosed
+from mars_serve.engine.ipc.client import EngineClient, EngineDied
 from mars_serve.engine.ipc.listener import connect
-from mars_serve.engine.ipc.loop import EngineDied, EngineLoop
 from mars_serve.engine.ipc.messages import (
-    Beat,
     Begun,
     Condition,
-    Grant,
+    CreditGrant,
+    Heartbeat,
     Ready,
     SetLateRule,
     StepReport,
@@ -36,7 +36,7 @@ from waiting import soon
 
 SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 3}))
 
-Serve = Callable[..., LocalLoop]
+Serve = Callable[..., LocalEngineClient]
 
 
 @pytest.fixture
@@ -44,11 +44,11 @@ async def serve(
     tiny_model: Callable[[str], PreTrainedModel], make_engine: Callable[..., Engine]
 ) -> AsyncIterator[Serve]:
     """Start an engine that others can connect to: ``serve(engine_class, **sizes)``."""
-    made = list[LocalLoop]()
+    made = list[LocalEngineClient]()
 
-    def make(engine_class: type[Engine] = SlowEngine, **sizes: int) -> LocalLoop:
+    def make(engine_class: type[Engine] = SlowEngine, **sizes: int) -> LocalEngineClient:
         engine = make_engine(tiny_model("qwen2"), SPECIAL, engine_class=engine_class, **sizes)
-        made.append(LocalLoop(engine, LOOPBACK))
+        made.append(LocalEngineClient(engine, LOOPBACK))
         made[-1].attach()
         return made[-1]
 
@@ -58,11 +58,11 @@ async def serve(
 
 
 @pytest.fixture
-async def link() -> AsyncIterator[Callable[[LocalLoop], Awaitable[EngineLoop]]]:
+async def link() -> AsyncIterator[Callable[[LocalEngineClient], Awaitable[EngineClient]]]:
     """Connect to an engine as an ingress does: ``await link(starter)``."""
-    made = list[EngineLoop]()
+    made = list[EngineClient]()
 
-    async def make(starter: LocalLoop) -> EngineLoop:
+    async def make(starter: LocalEngineClient) -> EngineClient:
         made.append(await linked(starter.address))
         return made[-1]
 
@@ -75,7 +75,7 @@ def long_request(name: str, max_tokens: int = 200, **options: object) -> Request
     return make_request(name, 5, max_tokens, **{"threshold": 1.0, **options})
 
 
-async def collect(loop: EngineLoop, request: Request) -> list[StepOutput]:
+async def collect(loop: EngineClient, request: Request) -> list[StepOutput]:
     return [output async for output in loop.stream(request)]
 
 
@@ -83,7 +83,7 @@ async def _rest_of(stream: AsyncIterator[StepOutput]) -> list[StepOutput]:
     return [output async for output in stream]
 
 
-async def started(loop: EngineLoop, request: Request) -> AsyncIterator[StepOutput]:
+async def started(loop: EngineClient, request: Request) -> AsyncIterator[StepOutput]:
     stream = loop.stream(request)
     await anext(stream)
     return stream
@@ -129,17 +129,19 @@ async def test_a_connection_hears_nothing_of_the_requests_of_others(serve, opene
                     named |= {output.request_id for output in message.outputs}
                     outputs += len(message.outputs)
                 else:
-                    assert isinstance(message, Begun | Beat | Condition | Grant | SetLateRule)
+                    assert isinstance(
+                        message, Begun | Heartbeat | Condition | CreditGrant | SetLateRule
+                    )
                     named |= set(getattr(message, "request_ids", ()))
         assert named == {str(number)}
 
 
 @pytest.fixture
 def opened():
-    """Connect without an `EngineLoop`, past the first message: ``opened(starter)``."""
+    """Connect without an `EngineClient`, past the first message: ``opened(starter)``."""
     channels = list[Channel]()
 
-    def make(starter: LocalLoop) -> Channel:
+    def make(starter: LocalEngineClient) -> Channel:
         channels.append(connect(starter.address))
         ready, *_ = channels[-1].receive()
         assert isinstance(ready, Ready)
@@ -228,7 +230,7 @@ async def test_all_get_signs_of_life_while_a_step_takes_long(
     starter.engine.may_step.clear()
     asking.send(long_request("hangs", 1))
     found = list[object]()
-    while found.count(Beat()) < 3:
+    while found.count(Heartbeat()) < 3:
         found += await asyncio.to_thread(asking.receive)
     assert Begun(["hangs"]) in found
     assert not any(isinstance(each, StepReport) for each in found)
@@ -236,7 +238,7 @@ async def test_all_get_signs_of_life_while_a_step_takes_long(
     while not any(isinstance(each, StepReport) for each in found):
         found += await asyncio.to_thread(asking.receive)
     heard = await asyncio.to_thread(idle.receive)
-    assert Beat() in heard
+    assert Heartbeat() in heard
     assert not any(isinstance(each, Begun | StepReport) for each in heard)
 
 

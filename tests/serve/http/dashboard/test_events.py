@@ -12,13 +12,13 @@ from mars_serve.config.served import Picture
 from mars_serve.http.endpoints.dashboard import Watchers
 from rest import asgi
 from rest.api_keys import bearer, key_entry
-from rest.rest_server import LoopBackend, app_of, client_of, served
+from rest.rest_server import SingleEngineBackend, app_of, client_of, served
 
 EVENTS = "/admin/dashboard/events"
 ENTRIES = [key_entry("admin", admin=True), key_entry("user")]
 
 
-class CountedBackend(LoopBackend):
+class CountedBackend(SingleEngineBackend):
     """A backend that counts how often it is asked for a picture."""
 
     num_asked = 0
@@ -28,7 +28,7 @@ class CountedBackend(LoopBackend):
         return await super().picture(since_s)
 
 
-class SilentBackend(LoopBackend):
+class SilentBackend(SingleEngineBackend):
     """A backend whose governor fails."""
 
     async def picture(self, since_s: int | None) -> Picture:

@@ -22,7 +22,7 @@ from mars_serve.observability.audit_metrics import audit_families
 from mars_serve.observability.metric_families import LABELS
 from replica_reports import report_of
 from rest.rest_requests import COMPLETION, COMPLETIONS
-from rest.rest_server import LoopBackend, app_of, client_of, served
+from rest.rest_server import SingleEngineBackend, app_of, client_of, served
 
 MONITORING = Path(__file__).parents[4] / "k8s" / "components" / "monitoring"
 OF_PROMETHEUS = {"pod", "le"}
@@ -30,7 +30,7 @@ OF_PROMETHEUS = {"pod", "le"}
 BASIS = AutoscalingBasis(CAPACITY, OuterSettings(max_replicas=3, period_s=0.02))
 
 
-class ScaledBackend(LoopBackend):
+class ScaledBackend(SingleEngineBackend):
     """A backend with the metrics of its engine and of a governor that decides."""
 
     async def metrics(self) -> list[Metric]:

@@ -18,7 +18,7 @@ from mars_platform.method.mode import LiveDecoding
 from mars_serve.config.served import Picture
 from replica_reports import report_of
 from rest.api_keys import key_entry
-from rest.rest_server import LoopBackend, app_of, served
+from rest.rest_server import SingleEngineBackend, app_of, served
 from web.chromium import Watch, chromium, needs_chromium, serious_faults
 from web.live_server import live_server
 
@@ -28,7 +28,7 @@ BASIS = AutoscalingBasis(CAPACITY, OuterSettings(max_replicas=3, period_s=0.2))
 AUTOSCALING = {"max_replicas": 3}
 
 
-class ScaledBackend(LoopBackend):
+class ScaledBackend(SingleEngineBackend):
     """A backend whose governor also hears of a replica that is autoscaled, with a hostile name."""
 
     async def picture(self, since_s: int | None) -> Picture:
@@ -52,7 +52,7 @@ def browser() -> Iterator[Any]:
 def server(mars, loops) -> Iterator[Any]:
     """A server of an autoscaled model and of a plain one that is not."""
     scaled = served("scaled", mars, ScaledBackend(loops["mars"]), autoscaling=AUTOSCALING)
-    fixed = served("fixed", loops["plain"].engine.checkpoint, LoopBackend(loops["plain"]))
+    fixed = served("fixed", loops["plain"].engine.checkpoint, SingleEngineBackend(loops["plain"]))
     with live_server(app_of(scaled, fixed)) as server:
         yield server
 
@@ -102,7 +102,7 @@ def test_what_a_model_lacks_is_explained(page, server):
 
 
 def test_it_says_when_the_server_is_away_and_comes_back_by_itself(page, mars, loops):
-    app = app_of(served("mars", mars, LoopBackend(loops["mars"])))
+    app = app_of(served("mars", mars, SingleEngineBackend(loops["mars"])))
     with live_server(app) as server:
         page.goto(f"{server.address}/dashboard")
         page.get_by_text("As of ").wait_for()
@@ -115,7 +115,9 @@ def test_it_says_when_the_server_is_away_and_comes_back_by_itself(page, mars, lo
 
 def test_a_wrong_key_is_asked_for_again_and_a_users_key_is_refused(page, mars, loops):
     entries = [key_entry("admin", admin=True), key_entry("user")]
-    app = app_of(served("mars", mars, LoopBackend(loops["mars"])), keys={"entries": entries})
+    app = app_of(
+        served("mars", mars, SingleEngineBackend(loops["mars"])), keys={"entries": entries}
+    )
     with live_server(app) as server:
         page.goto(f"{server.address}/dashboard")
         for key, text in (("wrong", "missing, wrong or expired"), ("user", "no administrator")):

@@ -25,7 +25,7 @@ from mars_serve.config.served import Explanation, PublishedThreshold
 from mars_serve.http.endpoints.audit import AuditedOutputs, Audits
 from mars_serve.http.endpoints.autoscaler import Autoscalers
 from replica_reports import report_of
-from rest.rest_server import LoopBackend, app_of, client_of, served
+from rest.rest_server import SingleEngineBackend, app_of, client_of, served
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def decided() -> Explanation:
 async def governed(mars: Checkpoint, loops: dict[str, Any]) -> AsyncIterator[Any]:
     """Make a client of an autoscaled and a fixed model: ``governed(explanation)``."""
 
-    class Governed(LoopBackend):  # type: ignore[misc]
+    class Governed(SingleEngineBackend):  # type: ignore[misc]
         explanation: Explanation | None = None
 
         async def set_live_threshold(self, threshold: float | None) -> PublishedThreshold:
@@ -135,7 +135,7 @@ async def governed(mars: Checkpoint, loops: dict[str, Any]) -> AsyncIterator[Any
 
     backend = Governed(loops["mars"])
     autoscaled = served("mars", mars, backend, autoscaling={"max_replicas": 3})
-    app = app_of(autoscaled, served("plain", mars, LoopBackend(loops["mars"])))
+    app = app_of(autoscaled, served("plain", mars, SingleEngineBackend(loops["mars"])))
     before = loops["mars"].live
     async with client_of(app) as client:
 

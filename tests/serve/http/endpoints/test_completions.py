@@ -8,7 +8,7 @@ import pytest
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_serve.api.text import decode, encode
 from rest.rest_requests import BODIES, CHAT, COMPLETION, COMPLETIONS, MESSAGES, PROMPT, text_of
-from rest.rest_server import LoopBackend, until_idle
+from rest.rest_server import SingleEngineBackend, until_idle
 from waiting import until
 
 
@@ -50,7 +50,7 @@ async def test_an_end_token_ends_the_output_and_is_counted(mars, make_loop, clie
     index = next(i for i in range(4, 24) if tokens[i] not in tokens[:i])
     special = replace(mars.special, eos=frozenset({tokens[index]}))
     ending = replace(mars, special=special)
-    async with client_over(LoopBackend(make_loop(ending)), ending) as client:
+    async with client_over(SingleEngineBackend(make_loop(ending)), ending) as client:
         body = await client.answer(COMPLETIONS, {**COMPLETION, "mode": "ar"})
     assert body["choices"][0]["finish_reason"] == "stop"
     assert body["usage"]["completion_tokens"] == index + 1
@@ -138,7 +138,7 @@ async def test_a_choice_that_cannot_be_queued_ends_the_others(
 
     num_queued = 0
     for stream in (False, True):
-        async with client_over(LoopBackend(loop)) as client:
+        async with client_over(SingleEngineBackend(loop)) as client:
             body = {**COMPLETION, "n": 3, "max_tokens": 200, "mode": "ar", "stream": stream}
             response = await client.post(COMPLETIONS, json=body)
         client.error_of(response, 503, None)

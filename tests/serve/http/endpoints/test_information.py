@@ -7,10 +7,10 @@ import pytest
 
 from mars_autoscale.policy.reports import ReplicaReport
 from mars_platform import __version__
-from mars_serve.engine.ipc.loop import EngineDied
+from mars_serve.engine.ipc.client import EngineDied
 from mars_serve.http.endpoints.information import Readiness
 from rest.api_keys import key_entry
-from rest.rest_server import BrokenBackend, LoopBackend, app_of, client_of, served
+from rest.rest_server import BrokenBackend, SingleEngineBackend, app_of, client_of, served
 
 
 async def test_health_and_version_are_reported(client):
@@ -29,7 +29,7 @@ async def test_ready_reports_every_replica(client):
 
 
 async def test_replicas_are_asked_once_a_second_however_many_ask_without_a_key(mars, loops):
-    class Counted(LoopBackend):
+    class Counted(SingleEngineBackend):
         num_asked = 0
 
         async def replicas(self) -> list[ReplicaReport]:

@@ -11,13 +11,13 @@ from prometheus_client.core import Metric
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from decoding.local_loop import LocalLoop
+from decoding.local_engine_client import LocalEngineClient
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_serve.config.served import ServedModel
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
 from mars_serve.observability.replica_telemetry import ReplicaTelemetry
-from rest.rest_server import LoopBackend, app_of, client_of, served
+from rest.rest_server import SingleEngineBackend, app_of, client_of, served
 
 NAME = re.compile(r"marsray_[a-z0-9_]+")
 BODY = {"model": "mars", "prompt": "What is 3 plus 4?", "max_tokens": 5, "mode": "ar"}
@@ -25,14 +25,16 @@ BODY = {"model": "mars", "prompt": "What is 3 plus 4?", "max_tokens": 5, "mode":
 
 @pytest.fixture
 def app(
-    loops: dict[str, LocalLoop], make_loop: Callable[..., LocalLoop], mars: Checkpoint
+    loops: dict[str, LocalEngineClient],
+    make_loop: Callable[..., LocalEngineClient],
+    mars: Checkpoint,
 ) -> FastAPI:
     """Return an application with a model on two replicas and a model on one."""
 
-    class CountingBackend(LoopBackend):  # type: ignore[valid-type, misc]
+    class CountingBackend(SingleEngineBackend):  # type: ignore[valid-type, misc]
         """A backend that sends all requests to its first replica."""
 
-        def __init__(self, name: str, *replicas: LocalLoop) -> None:
+        def __init__(self, name: str, *replicas: LocalEngineClient) -> None:
             super().__init__(replicas[0])
             self.telemetry = [
                 ReplicaTelemetry(name, f"{name}-{index}", loop)
@@ -42,7 +44,7 @@ def app(
         async def metrics(self) -> list[Metric]:
             return [each for replica in self.telemetry for each in replica.collect()]
 
-    def model(name: str, *replicas: LocalLoop) -> ServedModel:
+    def model(name: str, *replicas: LocalEngineClient) -> ServedModel:
         checkpoint = replicas[0].engine.checkpoint
         return served(name, checkpoint, CountingBackend(name, *replicas))
 
@@ -133,7 +135,7 @@ async def test_an_odd_accept_header_gets_the_plain_format(client, accept):
 
 
 async def test_requests_that_were_moved_are_counted_and_logged(mars, loops, caplog):
-    class MovingBackend(LoopBackend):  # type: ignore[valid-type, misc]
+    class MovingBackend(SingleEngineBackend):  # type: ignore[valid-type, misc]
         async def complete(self, request: Request) -> list[StepOutput]:
             request.failed_on = ("one", "two", "three")
             return await super().complete(request)

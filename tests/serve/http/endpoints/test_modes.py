@@ -7,7 +7,7 @@ import pytest
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method.mode import LiveDecoding
 from rest.rest_requests import BODIES, COMPLETION, COMPLETIONS
-from rest.rest_server import LoopBackend, app_of, client_of, served
+from rest.rest_server import SingleEngineBackend, app_of, client_of, served
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ async def test_the_response_reports_the_tier(client, path, tier, used, mode):
 @pytest.fixture
 def governed(make_loop: Any, mars: Checkpoint) -> Any:
     """Return a backend whose live threshold a test may change."""
-    return LoopBackend(make_loop(mars))
+    return SingleEngineBackend(make_loop(mars))
 
 
 async def test_requests_follow_the_servers_threshold_down_to_their_floors(governed, mars):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mars_serve.engine.ipc.loop import EngineDied
+from mars_serve.engine.ipc.client import EngineDied
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
 from rest import asgi

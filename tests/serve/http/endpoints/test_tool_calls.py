@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from decoding.local_loop import LocalLoop
+from decoding.local_engine_client import LocalEngineClient
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method.mode import Mode
 from rest.rest_requests import CHAT
-from rest.rest_server import LoopBackend
+from rest.rest_server import SingleEngineBackend
 
 TEMPLATE = """
 {%- if tools %}{{ '<|im_start|>system\n<tools>' }}
@@ -52,8 +52,8 @@ def trained(mars: Checkpoint) -> Iterator[Checkpoint]:
 
 
 @pytest.fixture
-def client(trained: Checkpoint, loops: dict[str, LocalLoop], client_over: Any) -> Any:
-    return client_over(LoopBackend(loops["mars"]), trained)
+def client(trained: Checkpoint, loops: dict[str, LocalEngineClient], client_over: Any) -> Any:
+    return client_over(SingleEngineBackend(loops["mars"]), trained)
 
 
 def check(call: dict[str, Any]) -> None:

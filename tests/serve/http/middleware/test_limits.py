@@ -21,7 +21,7 @@ from ray.serve.exceptions import (
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.errors import UserError
 from mars_serve.config.served import ServedModel
-from mars_serve.engine.ipc.loop import (
+from mars_serve.engine.ipc.client import (
     DeadlineMissed,
     EngineDied,
     QueueFull,

@@ -11,13 +11,13 @@ from typing import Any
 import httpx2
 import pytest
 
-from decoding.local_loop import LocalLoop
-from mars_serve.engine.ipc.loop import QueueFull
+from decoding.local_engine_client import LocalEngineClient
+from mars_serve.engine.ipc.client import QueueFull
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
 from rest.api_keys import bearer, key_entry
 from rest.rest_requests import COMPLETIONS
-from rest.rest_server import ENGINE, Client, LoopBackend, app_of, client_of, served
+from rest.rest_server import ENGINE, Client, SingleEngineBackend, app_of, client_of, served
 from waiting import until
 
 BODY = {"model": "mars", "prompt": "What is 3 plus 4?", "max_tokens": 2}
@@ -25,10 +25,10 @@ JSON = {"Content-Type": "application/json"}
 SIZE = 8
 
 
-class HeldBackend(LoopBackend):
+class HeldBackend(SingleEngineBackend):
     """A backend with a queue of `SIZE` places, whose requests go on when they are let go."""
 
-    def __init__(self, loop: LocalLoop) -> None:
+    def __init__(self, loop: LocalEngineClient) -> None:
         super().__init__(loop)
         self.num_held = self.num_asked = 0
         self.go_on = asyncio.Event()
@@ -139,7 +139,7 @@ async def test_a_body_is_not_read_where_the_queue_has_no_place(mars, backend, mo
 async def test_a_full_queue_of_one_model_is_not_in_the_way_of_another(mars, backend, make_loop):
     engine = ENGINE.model_copy(update={"max_requests": SIZE})
     models = []
-    for name, each in (("mars", backend), ("other", LoopBackend(make_loop(mars)))):
+    for name, each in (("mars", backend), ("other", SingleEngineBackend(make_loop(mars)))):
         model = served(name, mars, each)
         sized = model.settings.model_copy(update={"engine": engine})
         models.append(replace(model, settings=sized))

@@ -19,10 +19,10 @@ from opentelemetry.trace import SpanKind, StatusCode
 from starlette.requests import Request
 from starlette.types import Message
 
-from decoding.local_loop import LocalLoop
+from decoding.local_engine_client import LocalEngineClient
 from mars_platform.errors import UserError
 from mars_serve.config.served import ServedModel
-from mars_serve.engine.ipc.loop import RequestFailed
+from mars_serve.engine.ipc.client import RequestFailed
 from mars_serve.http.middleware.errors import ErrorMiddleware
 from mars_serve.http.middleware.recording import RecordMiddleware, write_records_to_stderr
 from mars_serve.http.middleware.tracing import RequestTracer, tracer_from_environment
@@ -221,7 +221,7 @@ async def test_the_log_can_be_turned_off(models, lines):
 
 @pytest.fixture
 async def keyed(
-    models: list[ServedModel], loops: dict[str, LocalLoop]
+    models: list[ServedModel], loops: dict[str, LocalEngineClient]
 ) -> AsyncIterator[httpx2.AsyncClient]:
     """Yield a client with a key, of a server with a working model and a failing one."""
     backend = BrokenBackend(RequestFailed("canary error"), num_outputs=2)

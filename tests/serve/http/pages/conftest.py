@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page
 
-from decoding.local_loop import LocalLoop
+from decoding.local_engine_client import LocalEngineClient
 from frontiers import AR, frontier_of, point
 from mars_autoscale.model.frontier import write_frontier
 from mars_platform.checkpoint.directory import read_checkpoint
@@ -27,7 +27,7 @@ from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
 from rest.api_keys import key_entry
 from rest.rest_requests import SHORT_TOOL_TEMPLATE
-from rest.rest_server import LoopBackend, app_of, served
+from rest.rest_server import SingleEngineBackend, app_of, served
 from web.chromium import Watch, chromium
 from web.live_server import LiveServer, live_server
 
@@ -44,10 +44,10 @@ _POINTS = (
 )
 
 
-class GatedBackend(LoopBackend):
+class GatedBackend(SingleEngineBackend):
     """A backend whose streams wait before their third pass while the gate is closed."""
 
-    def __init__(self, loop: LocalLoop) -> None:
+    def __init__(self, loop: LocalEngineClient) -> None:
         super().__init__(loop)
         self.gate = threading.Event()
         self.gate.set()
@@ -74,7 +74,7 @@ def measured_dir(mars_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.fixture(scope="module")
-def backend(loops: dict[str, LocalLoop]) -> GatedBackend:
+def backend(loops: dict[str, LocalEngineClient]) -> GatedBackend:
     return GatedBackend(loops["mars"])
 
 
@@ -84,15 +84,15 @@ def page_models(
     measured_dir: Path,
     mars_dir: Path,
     plain_dir: Path,
-    loops: dict[str, LocalLoop],
+    loops: dict[str, LocalEngineClient],
 ) -> list[ServedModel]:
     """Return a measured model, a plain one, and one without a frontier that takes tools."""
     with_tools = read_checkpoint(mars_dir)
     with_tools.tokenizer.chat_template = SHORT_TOOL_TEMPLATE
     return [
         served("measured", read_checkpoint(measured_dir), backend),
-        served("plain", read_checkpoint(plain_dir), LoopBackend(loops["plain"])),
-        served("tools", with_tools, LoopBackend(loops["mars"])),
+        served("plain", read_checkpoint(plain_dir), SingleEngineBackend(loops["plain"])),
+        served("tools", with_tools, SingleEngineBackend(loops["mars"])),
     ]
 
 

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from decoding.engine_requests import make_request
-from decoding.local_loop import LocalLoop
+from decoding.local_engine_client import LocalEngineClient
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.errors import UserError
 from mars_platform.method import reference
@@ -23,7 +23,7 @@ from mars_serve.engine.decoding_options import (
 )
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.execution.fault_isolation import Step
-from mars_serve.engine.ipc.loop import (
+from mars_serve.engine.ipc.client import (
     EngineDied,
     QueueFull,
     QueueTimeout,
@@ -35,7 +35,7 @@ from waiting import soon
 
 SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 3}))
 
-Loops = Callable[..., LocalLoop]
+Loops = Callable[..., LocalEngineClient]
 
 
 class SlowEngine(Engine):
@@ -70,10 +70,10 @@ def make_loop(
 
     def make(
         engine_class: type[Engine] = Engine, model: PreTrainedModel | None = None, **sizes: int
-    ) -> LocalLoop:
+    ) -> LocalEngineClient:
         model = model or tiny_model("qwen2")
         engine = make_engine(model, SPECIAL, engine_class=engine_class, **sizes)
-        loops.append(LocalLoop(engine))
+        loops.append(LocalEngineClient(engine))
         return loops[-1]
 
     yield make
@@ -86,11 +86,11 @@ def long_request(name: str, max_tokens: int = 200, **options: Any) -> Request:
     return make_request(name, 5, max_tokens, **{"threshold": 1.0, **options})
 
 
-async def collect(loop: LocalLoop, request: Request) -> list[StepOutput]:
+async def collect(loop: LocalEngineClient, request: Request) -> list[StepOutput]:
     return [output async for output in loop.stream(request)]
 
 
-async def started(loop: LocalLoop, request: Request) -> AsyncIterator[StepOutput]:
+async def started(loop: LocalEngineClient, request: Request) -> AsyncIterator[StepOutput]:
     stream = loop.stream(request)
     await anext(stream)
     return stream
@@ -227,8 +227,8 @@ async def test_a_request_that_waits_too_long_raises(make_loop: Loops) -> None:
 async def test_waits_end_in_time_even_if_the_engine_hangs(
     make_loop: Loops, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mars_serve.engine.ipc.loop._QUEUE_GRACE_S", 0.1)
-    monkeypatch.setattr("mars_serve.engine.ipc.loop._LOOK_S", 0.05)
+    monkeypatch.setattr("mars_serve.engine.ipc.client._QUEUE_GRACE_S", 0.1)
+    monkeypatch.setattr("mars_serve.engine.ipc.client._LOOK_S", 0.05)
     loop = make_loop(HangingEngine, max_num_seqs=1)
     loop.engine.may_go_on = threading.Event()
     running = asyncio.create_task(collect(loop, patient("running", 0.3, max_tokens=2)))
@@ -298,8 +298,8 @@ async def test_a_request_whose_grammar_compiles_gets_signs_of_life(
 ) -> None:
     """Nothing else is said about it, for far longer than an engine may be silent."""
     monkeypatch.setattr("mars_serve.engine.ipc.connections._BEAT_S", 0.05)
-    monkeypatch.setattr("mars_serve.engine.ipc.loop._SILENT_S", 0.8)
-    monkeypatch.setattr("mars_serve.engine.ipc.loop._LOOK_S", 0.05)
+    monkeypatch.setattr("mars_serve.engine.ipc.client._SILENT_S", 0.8)
+    monkeypatch.setattr("mars_serve.engine.ipc.client._LOOK_S", 0.05)
     loop = make_loop(CompilingEngine)
     task = asyncio.create_task(collect(loop, structured("slow")))
     await asyncio.wait([task], timeout=1.6)

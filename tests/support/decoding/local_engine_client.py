@@ -9,8 +9,8 @@ import threading
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.ipc.auditor import Auditor
 from mars_serve.engine.ipc.channel import Channel
+from mars_serve.engine.ipc.client import EngineClient
 from mars_serve.engine.ipc.listener import Address, connect
-from mars_serve.engine.ipc.loop import EngineLoop
 from mars_serve.engine.ipc.worker import EngineWorker
 from mars_serve.observability.request_telemetry import RequestTelemetry
 from waiting import soon
@@ -19,7 +19,7 @@ LOOPBACK = "127.0.0.1"
 NOTHING = RequestTelemetry()
 
 
-class LocalLoop(EngineLoop):
+class LocalEngineClient(EngineClient):
     """The loop of an engine in this process; it sends copies of requests, as to a process."""
 
     def __init__(self, engine: Engine, host: str | None = None, audited_share: float = 0.0) -> None:
@@ -58,7 +58,7 @@ class LocalLoop(EngineLoop):
 
 
 class _ThereAlways:
-    """The engine of another process as a `mars_serve.engine.ipc.loop.Worker`."""
+    """The engine of another process as a `mars_serve.engine.ipc.client.Worker`."""
 
     def is_alive(self) -> bool:
         return True
@@ -67,8 +67,8 @@ class _ThereAlways:
         pass
 
 
-async def linked(address: Address | None) -> EngineLoop:
+async def linked(address: Address | None) -> EngineClient:
     """Connect to an engine that listens, as an ingress does, without stopping the event loop."""
     assert address is not None
     channel = await asyncio.to_thread(connect, address)
-    return await asyncio.to_thread(EngineLoop, channel, _ThereAlways())
+    return await asyncio.to_thread(EngineClient, channel, _ThereAlways())

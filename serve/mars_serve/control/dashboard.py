@@ -1,9 +1,9 @@
 """The picture of one model that all dashboards show: an hour of rows, events, and the state now.
 
-The governor keeps a board for each model, autoscaled or not. It is fed by what replicas and ingress
-replicas report, and brought forward second by second when somebody reports or looks. All of it is
-bounded: see `mars_serve.control.history` for the rows; events and the text of the state take less
-than 100 kB more. Imports no Ray.
+The governor keeps a dashboard for each model, autoscaled or not. It is fed by what replicas and
+ingress replicas report, and brought forward second by second when somebody reports or looks.
+All of it is bounded: see `mars_serve.control.history` for the rows; events and the text of the
+state take less than 100 kB more. Imports no Ray.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from mars_autoscale.policy.reports import Phase
 from mars_platform.tier import Tier
 from mars_serve.config.served import Picture, PublishedThreshold
 from mars_serve.control.history import COLUMNS, History
-from mars_serve.control.members import Members, Sums
-from mars_serve.control.quantiles import Window
+from mars_serve.control.members import ReplicaRegistry, Sums
+from mars_serve.control.quantiles import RecentValues
 from mars_serve.control.state import state_of
 from mars_serve.control.words import change_words, decision_words
 from mars_serve.observability.request_telemetry import FIRST_TOKEN_BOUNDS_S, TOKEN_GAP_BOUNDS_S
@@ -47,15 +47,21 @@ class Event:
     text: str
 
 
-class Board:
+class ModelDashboard:
     """The picture of one model; all methods run on the governor's event loop."""
 
     def __init__(self) -> None:
-        self.members = Members()
+        self.members = ReplicaRegistry()
         self._history = History()
         self._events = deque[Event](maxlen=NUM_EVENTS)
-        self._chart = Window(_CHART_S, FIRST_TOKEN_BOUNDS_S), Window(_CHART_S, TOKEN_GAP_BOUNDS_S)
-        self._tile = Window(_TILE_S, FIRST_TOKEN_BOUNDS_S), Window(_TILE_S, TOKEN_GAP_BOUNDS_S)
+        self._chart = (
+            RecentValues(_CHART_S, FIRST_TOKEN_BOUNDS_S),
+            RecentValues(_CHART_S, TOKEN_GAP_BOUNDS_S),
+        )
+        self._tile = (
+            RecentValues(_TILE_S, FIRST_TOKEN_BOUNDS_S),
+            RecentValues(_TILE_S, TOKEN_GAP_BOUNDS_S),
+        )
         self._totals = Counter[str](), Counter[str]()
         """Requests that have ended by outcome, and refused ones by status and code."""
         self._next_s: int | None = None

@@ -12,8 +12,8 @@ from ray.serve.handle import DeploymentHandle
 
 from mars_platform.cluster.ray_private import answers_of_replicas, names_of_replicas
 from mars_serve.engine.ipc.channel import ChannelClosed
+from mars_serve.engine.ipc.client import EngineClient, EngineDied
 from mars_serve.engine.ipc.listener import Address, connect
-from mars_serve.engine.ipc.loop import EngineDied, EngineLoop
 
 _POLL_S = 0.1
 """Seconds between two looks at the names of the replicas, which Ray Serve pushes to each handle."""
@@ -36,7 +36,7 @@ class _RemoteEngine:
         """Return at once."""
 
 
-class Links:
+class EngineClients:
     """Connections by the replica's name, which follow the replicas that Ray Serve runs.
 
     They belong to one event loop. A replica that ends, and is no longer among those that Ray Serve
@@ -52,7 +52,7 @@ class Links:
         """
         self._handle = handle
         self._on_change = on_change
-        self._all: dict[str, EngineLoop] = {}
+        self._all: dict[str, EngineClient] = {}
         self._running = frozenset[str]()
         self._asked_s = 0.0
         """Time on the event loop's clock at which replicas were last asked for their addresses."""
@@ -65,12 +65,12 @@ class Links:
         if self._following is None:
             self._following = asyncio.create_task(self._follow())
 
-    def usable(self) -> dict[str, EngineLoop]:
+    def usable(self) -> dict[str, EngineClient]:
         """Return the engines that may get requests, by replica."""
         return {
-            name: link
-            for name, link in self._all.items()
-            if name in self._running and link.is_alive and not link.condition.is_draining
+            name: client
+            for name, client in self._all.items()
+            if name in self._running and client.is_alive and not client.condition.is_draining
         }
 
     async def _follow(self) -> None:
@@ -95,9 +95,9 @@ class Links:
         return not self._running or not self._running <= self._all.keys()
 
     def _drop_ended(self) -> None:
-        for name, link in list(self._all.items()):
-            if not link.is_alive or (name not in self._running and not link.num_requests):
-                link.stop()
+        for name, client in list(self._all.items()):
+            if not client.is_alive or (name not in self._running and not client.num_requests):
+                client.stop()
                 del self._all[name]
 
     async def _connect_missing(self) -> None:
@@ -112,18 +112,18 @@ class Links:
 
     async def _connect(self, name: str, address: Address) -> None:
         try:
-            link = await asyncio.to_thread(_linked, address)
+            client = await asyncio.to_thread(_connected, address)
         except (ChannelClosed, EngineDied) as error:
             _log.warning("replica %s cannot be reached: %s", name, error)
             return
         finally:
             del self._connecting[name]
-        link.on_change = self._on_change
-        link.attach()
-        self._all[name] = link
+        client.on_change = self._on_change
+        client.attach()
+        self._all[name] = client
         self._running |= {name}
         self._on_change()
 
 
-def _linked(address: Address) -> EngineLoop:
-    return EngineLoop(connect(address), _RemoteEngine(), is_always_heard=True)
+def _connected(address: Address) -> EngineClient:
+    return EngineClient(connect(address), _RemoteEngine(), is_always_heard=True)

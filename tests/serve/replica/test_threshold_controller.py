@@ -22,15 +22,15 @@ from mars_platform.tier import Tier
 from mars_serve.config.served import PublishedThreshold
 from mars_serve.config.settings import AutoscalingSettings
 from mars_serve.engine.decoding_options import DecodingOptions, FinishReason
-from mars_serve.engine.ipc import loop as engine_loop
+from mars_serve.engine.ipc import client as engine_client
 from mars_serve.engine.ipc.channel import Channel
-from mars_serve.engine.ipc.loop import EngineDied, EngineLoop
+from mars_serve.engine.ipc.client import EngineClient, EngineDied
 from mars_serve.engine.ipc.messages import LoadUpdate, Ready, SetLateRule, StepReport
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
 from mars_serve.observability.replica_telemetry import ReplicaTelemetry
 from mars_serve.observability.request_telemetry import RequestTelemetry
-from mars_serve.replica.steering import InnerSteering, Steering
+from mars_serve.replica.threshold_controller import InnerLoopController, ThresholdController
 
 LADDER = (
     AR,
@@ -76,7 +76,7 @@ class Engine:
         ours, theirs = socket.socketpair()
         self.channel = Channel(theirs)
         self.channel.send(Ready(1_000, LiveDecoding(1.0), IDLE, BASIS, None))
-        self.loop = EngineLoop(Channel(ours), Alive())
+        self.loop = EngineClient(Channel(ours), Alive())
         self.num_rules = 0
         self._late_rule = None
 
@@ -115,7 +115,7 @@ def steering_of(engine, load=None, basis=BASIS, **settings):
     wanted = AutoscalingSettings(max_replicas=4, **settings)
     load = load or RequestTelemetry()
     initial = PublishedThreshold(0, 1.0)
-    return InnerSteering(engine.loop, initial, basis, wanted, lambda: load)
+    return InnerLoopController(engine.loop, initial, basis, wanted, lambda: load)
 
 
 def published(allowed, version=1):
@@ -134,34 +134,34 @@ def pinned_at(threshold, version=2):
     [((0.9, 0.7), (0.9, 0.7)), ((0.95, 0.9), (0.95, 0.9)), ((1.0, 0.7), (1.0, 1.0))],
 )
 async def test_a_full_replica_lowers_the_threshold_to_the_floors(engine, floors, expected):
-    steering = steering_of(engine)
-    steering.take(published(ThresholdRange(*floors)), 100.0)
-    steering.step(100.0)
+    controller = steering_of(engine)
+    controller.take(published(ThresholdRange(*floors)), 100.0)
+    controller.step(100.0)
     assert engine.loop.live == LiveDecoding(1.0, 1.0)
     await engine.show(FULL)
-    steering.step(100.5)
+    controller.step(100.5)
     assert engine.loop.live == LiveDecoding(*expected)
 
 
 async def test_the_floors_of_the_settings_hold_before_the_first_range(engine):
     outer = OuterSettings(max_replicas=4, floor_threshold=0.95, flex_floor_threshold=0.9)
-    steering = steering_of(engine, basis=AutoscalingBasis(CAPACITY, outer))
+    controller = steering_of(engine, basis=AutoscalingBasis(CAPACITY, outer))
     await engine.show(FULL)
-    steering.step(100.0)
+    controller.step(100.0)
     assert engine.loop.live == LiveDecoding(0.95, 0.9)
 
 
 async def test_no_quality_is_paid_if_prompts_are_the_load(engine):
-    steering = steering_of(engine)
-    steering.take(published(WIDE), 100.0)
+    controller = steering_of(engine)
+    controller.take(published(WIDE), 100.0)
     for i in range(6):  # half of the tokens that it can compute, not counting prefix hits
         more = {"num_prompt_tokens": 1_500 * i, "num_prefix_hit_tokens": 1_000 * i}
         await engine.show(replace(FULL, **more))
-        steering.step(100.0 + i)
+        controller.step(100.0 + i)
     assert engine.loop.live.threshold == 1.0
     for i in range(6, 14):
         await engine.show(replace(FULL, num_prompt_tokens=7_500 + i, num_prefix_hit_tokens=5_000))
-        steering.step(100.0 + i)
+        controller.step(100.0 + i)
     assert engine.loop.live.threshold == 0.9
 
 
@@ -169,32 +169,32 @@ async def test_no_quality_is_paid_if_prompts_are_the_load(engine):
 
 
 async def test_a_pinned_threshold_holds_at_once_and_under_any_load(engine):
-    steering = steering_of(engine)
-    steering.take(published(WIDE), 100.0)
-    steering.take(pinned_at(0.97), 100.1)
+    controller = steering_of(engine)
+    controller.take(published(WIDE), 100.0)
+    controller.take(pinned_at(0.97), 100.1)
     assert engine.loop.live == LiveDecoding(0.97)
     await engine.show(FULL)
-    steering.step(100.5)
+    controller.step(100.5)
     assert engine.loop.live == LiveDecoding(0.97)
 
 
 async def test_a_pinned_threshold_keeps_mode_exact_where_it_is_the_fastest(engine):
     capacity = replace(CAPACITY, rungs=(AR, exact_rung(2.2, 5), *LADDER[1:]))
-    steering = steering_of(engine, basis=AutoscalingBasis(capacity, BASIS.settings))
-    steering.take(pinned_at(1.0), 100.0)
+    controller = steering_of(engine, basis=AutoscalingBasis(capacity, BASIS.settings))
+    controller.take(pinned_at(1.0), 100.0)
     await engine.show(FULL)
-    steering.step(100.5)
+    controller.step(100.5)
     assert engine.loop.live == LiveDecoding(1.0, is_exact=True)
 
 
 async def test_a_threshold_that_is_given_back_follows_the_load_again(engine):
-    steering = steering_of(engine)
-    steering.take(published(WIDE), 100.0)
-    steering.take(pinned_at(0.97), 100.1)
+    controller = steering_of(engine)
+    controller.take(published(WIDE), 100.0)
+    controller.take(pinned_at(0.97), 100.1)
     await engine.show(FULL)
-    steering.step(100.5)
-    steering.take(PublishedThreshold(3, 0.97), 100.6)
-    steering.step(101.0)
+    controller.step(100.5)
+    controller.take(PublishedThreshold(3, 0.97), 100.6)
+    controller.step(101.0)
     assert engine.loop.live == LiveDecoding(0.9, 0.7)
 
 
@@ -221,10 +221,10 @@ def is_refused(engine, num_ahead):
 
 
 async def test_late_requests_are_refused_once_nothing_is_left_to_give(engine):
-    steering = steering_of(engine, full_load(), objective_ttft_s=3.0)
-    steering.take(published(WIDE), 100.0)
+    controller = steering_of(engine, full_load(), objective_ttft_s=3.0)
+    controller.take(published(WIDE), 100.0)
     assert not is_refused(engine, 1_000)
-    steering.take(published(SATURATED, 2), 100.1)
+    controller.take(published(SATURATED, 2), 100.1)
     # at 40 tokens per second, each waiting request takes 2 s
     assert engine.late_rule() == LateRule(pytest.approx(2.0, rel=0.02), 3.0)
     assert not is_refused(engine, 1)
@@ -232,30 +232,30 @@ async def test_late_requests_are_refused_once_nothing_is_left_to_give(engine):
 
 
 async def test_an_unchanged_rule_is_not_sent_again(engine):
-    steering = steering_of(engine, full_load(), objective_ttft_s=3.0)
+    controller = steering_of(engine, full_load(), objective_ttft_s=3.0)
     for version in (1, 2, 3):
-        steering.take(published(SATURATED, version), 100.0)
+        controller.take(published(SATURATED, version), 100.0)
     assert engine.late_rule() is not None
     assert engine.num_rules == 1
 
 
 async def test_a_replica_that_is_faster_now_refuses_less(engine):
     load = full_load()
-    steering = steering_of(engine, load, objective_ttft_s=3.0)
-    steering.take(published(SATURATED), 100.0)
+    controller = steering_of(engine, load, objective_ttft_s=3.0)
+    controller.take(published(SATURATED), 100.0)
     assert is_refused(engine, 2)
     await engine.show(FULL)
-    steering.step(100.5)
-    assert steering.decision.gain > 4 / 3
+    controller.step(100.5)
+    assert controller.decision.gain > 4 / 3
     assert not is_refused(engine, 2)
 
 
 async def test_nothing_is_refused_while_the_threshold_is_pinned(engine):
     load = full_load()
-    steering = steering_of(engine, load, objective_ttft_s=0.1)
-    steering.take(published(SATURATED), 100.0)
+    controller = steering_of(engine, load, objective_ttft_s=0.1)
+    controller.take(published(SATURATED), 100.0)
     assert is_refused(engine, 2)
-    steering.take(pinned_at(0.97), 100.1)
+    controller.take(pinned_at(0.97), 100.1)
     assert not is_refused(engine, 2)
 
 
@@ -264,19 +264,19 @@ async def test_nothing_is_refused_while_the_threshold_is_pinned(engine):
 
 async def test_only_the_floors_of_an_old_range_hold(engine):
     load = full_load()
-    steering = steering_of(engine, load, objective_ttft_s=0.1)
-    steering.take(published(ThresholdRange(0.9, 0.9, 1.8, True)), 100.0)
+    controller = steering_of(engine, load, objective_ttft_s=0.1)
+    controller.take(published(ThresholdRange(0.9, 0.9, 1.8, True)), 100.0)
     await engine.show(status_of(NUM_ROWS))
-    steering.step(111.0)
-    steering.step(112.0)
+    controller.step(111.0)
+    controller.step(112.0)
     assert engine.loop.live.threshold_of(Tier.FLEX) == 0.9  # gives the gain of 1.8
     assert is_refused(engine, 2)
     for i in range(1, 8):
-        steering.step(112.0 + i)
+        controller.step(112.0 + i)
     assert engine.loop.live.threshold_of(Tier.FLEX) == 0.95  # is fast enough for its load
     assert not is_refused(engine, 2)
     await engine.show(FULL)
-    steering.step(130.0)
+    controller.step(130.0)
     assert engine.loop.live.threshold_of(Tier.FLEX) == 0.9
 
 
@@ -284,17 +284,17 @@ async def test_only_the_floors_of_an_old_range_hold(engine):
 
 
 def stop_clock(monkeypatch):
-    monkeypatch.setattr(engine_loop, "time", SimpleNamespace(monotonic=lambda: 7.0))
+    monkeypatch.setattr(engine_client, "time", SimpleNamespace(monotonic=lambda: 7.0))
 
 
 async def test_a_report_has_the_load_and_the_thresholds(engine, monkeypatch):
     stop_clock(monkeypatch)
-    steering = steering_of(engine, full_load())
-    steering.take(published(WIDE), 100.0)
+    controller = steering_of(engine, full_load())
+    controller.take(published(WIDE), 100.0)
     await engine.show(FULL)
-    steering.step(100.0)
+    controller.step(100.0)
     report = ReplicaTelemetry("mars", "r1", engine.loop, "10.0.0.1").report(
-        steering.decision, live_version=1
+        controller.decision, live_version=1
     )
     assert (report.replica, report.node, report.phase) == ("r1", "10.0.0.1", Phase.READY)
     assert report.engine == FULL
@@ -316,7 +316,7 @@ async def asking(engine, name):
 
 def move_clock(monkeypatch, seconds):
     later = SimpleNamespace(monotonic=lambda: time.monotonic() + seconds)
-    monkeypatch.setattr(engine_loop, "time", later)
+    monkeypatch.setattr(engine_client, "time", later)
 
 
 @pytest.fixture
@@ -349,12 +349,12 @@ async def test_the_report_of_a_hanging_engine_stays_old_if_a_client_gives_up(
 async def test_a_dead_engine_ends_the_steering_and_its_report_grows_old(
     engine, telemetry, monkeypatch
 ):
-    steering = steering_of(engine)
+    controller = steering_of(engine)
     await engine.show(FULL)
     before = telemetry.report()
     engine.loop.stop()
     with pytest.raises(EngineDied):
-        steering.step(100.0)
+        controller.step(100.0)
     move_clock(monkeypatch, 600)
     after = telemetry.report()
     assert after == replace(before, phase=Phase.OVERDUE, age_s=after.age_s)
@@ -362,9 +362,9 @@ async def test_a_dead_engine_ends_the_steering_and_its_report_grows_old(
 
 
 async def test_without_an_inner_loop_the_published_threshold_holds(engine):
-    steering = Steering(engine.loop, PublishedThreshold(0, 0.8))
+    controller = ThresholdController(engine.loop, PublishedThreshold(0, 0.8))
     assert engine.loop.live == LiveDecoding(0.8)
-    steering.take(PublishedThreshold(1, 0.7), 100.0)
+    controller.take(PublishedThreshold(1, 0.7), 100.0)
     await engine.show(FULL)
-    steering.step(100.5)
+    controller.step(100.5)
     assert engine.loop.live == LiveDecoding(0.7)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from mars_autoscale.policy.decision import ThresholdRange
-from mars_autoscale.policy.inner_loop import InnerLoop, InnerLoopDecision, Look
+from mars_autoscale.policy.inner_loop import EngineSample, InnerLoop, InnerLoopDecision
 from mars_autoscale.policy.lengths import LengthCounts
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
 from mars_autoscale.policy.reports import EngineStatus
@@ -20,7 +20,7 @@ from mars_platform.method.mode import LiveDecoding
 from mars_platform.tier import Tier
 from mars_serve.config.served import PublishedThreshold
 from mars_serve.config.settings import AutoscalingSettings
-from mars_serve.engine.ipc.loop import EngineLoop
+from mars_serve.engine.ipc.client import EngineClient
 from mars_serve.observability.request_telemetry import RequestTelemetry
 
 _PROMPT_WINDOW_S = 5.0
@@ -29,7 +29,7 @@ _FRESH_PERIODS = 6
 """Periods of the outer loop for which its view of the arrivals holds."""
 
 
-class Steering:
+class ThresholdController:
     """Applies the τ that the governor publishes; `take` and `step` belong to one thread."""
 
     basis: AutoscalingBasis | None = None
@@ -37,9 +37,9 @@ class Steering:
     decision: InnerLoopDecision | None = None
     """Latest decision of the inner loop; a τ set by hand takes the place of its τ."""
 
-    def __init__(self, loop: EngineLoop, initial: PublishedThreshold) -> None:
+    def __init__(self, engine: EngineClient, initial: PublishedThreshold) -> None:
         """Apply the governor's value, as far as it is known."""
-        self._loop = loop
+        self._engine = engine
         self.published = initial
         """The governor's value that was applied last."""
         self._apply()
@@ -68,15 +68,15 @@ class Steering:
         """
 
     def _apply(self) -> None:
-        self._loop.set_live(LiveDecoding(self.published.threshold))
+        self._engine.set_live(LiveDecoding(self.published.threshold))
 
 
-class InnerSteering(Steering):
+class InnerLoopController(ThresholdController):
     """Runs the inner loop of an autoscaled model's replica within the governor's range."""
 
     def __init__(
         self,
-        loop: EngineLoop,
+        engine: EngineClient,
         initial: PublishedThreshold,
         basis: AutoscalingBasis,
         settings: AutoscalingSettings,
@@ -85,7 +85,7 @@ class InnerSteering(Steering):
         """Apply the target τ, or the initial one if it was set by hand.
 
         Args:
-            loop: leads to the engine.
+            engine: leads to the engine.
             initial: the governor's value, as far as it is known.
             basis: figures by which the model is autoscaled.
             settings: settings of the model's autoscaling.
@@ -110,7 +110,7 @@ class InnerSteering(Steering):
         """Outputs, the latest with the highest weight."""
         self._late_rule: LateRule | None = None
         """The rule that the engine has."""
-        super().__init__(loop, initial)
+        super().__init__(engine, initial)
 
     def take(self, published: PublishedThreshold, now_s: float) -> None:
         """Follow the governor: a τ set by hand at once, a range from the next look on."""
@@ -120,7 +120,7 @@ class InnerSteering(Steering):
 
     def step(self, now_s: float) -> None:
         """Look at the engine, choose τ and apply it."""
-        self.decision = self._inner_loop.update(self._look(self._loop.status(), now_s))
+        self.decision = self._inner_loop.update(self._look(self._engine.status(), now_s))
         self._apply()
 
     def late_rule(self) -> LateRule | None:
@@ -132,11 +132,11 @@ class InnerSteering(Steering):
         )
         return LateRule(each_s, self._settings.objective_ttft_s)
 
-    def _look(self, status: EngineStatus, now_s: float) -> Look:
+    def _look(self, status: EngineStatus, now_s: float) -> EngineSample:
         if now_s - self._range_s > _FRESH_PERIODS * self.basis.settings.period_s:
             # the governor is silent: its floors still hold, but not what it said about arrivals
             self._range = replace(self._range, feed_forward=1.0, is_saturated=False)
-        return Look(
+        return EngineSample(
             now_s=now_s,
             load=status.num_requests,
             allowed=self._range,
@@ -166,10 +166,10 @@ class InnerSteering(Steering):
         if self.published.is_pinned:
             # at 1, mode exact gives the same tokens, and the number of replicas counts on its speed
             live = LiveDecoding(self.published.threshold, is_exact=live.is_exact)
-        if live != self._loop.live:
-            self._loop.set_live(live)
+        if live != self._engine.live:
+            self._engine.set_live(live)
         self._note_lengths()
         rule = self.late_rule()
         if rule != self._late_rule:
-            self._loop.set_late_rule(rule)
+            self._engine.set_late_rule(rule)
             self._late_rule = rule

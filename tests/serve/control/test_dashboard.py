@@ -22,7 +22,7 @@ from mars_autoscale.policy.settings import OuterSettings
 from mars_platform.method.mode import LiveDecoding
 from mars_platform.tier import Tier
 from mars_serve.config.served import PublishedThreshold
-from mars_serve.control.board import Board
+from mars_serve.control.dashboard import ModelDashboard
 from mars_serve.control.history import COARSE_S, COLUMNS, HOUR_S, NUM_FINE, History
 from mars_serve.observability.request_telemetry import FIRST_TOKEN_BOUNDS_S, TOKEN_GAP_BOUNDS_S
 from replica_reports import report_of
@@ -32,7 +32,7 @@ READY = ReplicaReport("app#model#r1", "10.0.0.1", engine=EngineStatus(num_pages=
 BASIS = AutoscalingBasis(CAPACITY, OuterSettings(max_replicas=3, loss_budget=2.0))
 
 
-def told(board: Board, since_s: int | None = None, **governed: Any) -> dict[str, Any]:
+def told(board: ModelDashboard, since_s: int | None = None, **governed: Any) -> dict[str, Any]:
     """Return what a dashboard gets, with rows as dictionaries."""
     loop, published = governed.get("loop"), governed.get("published")
     found = json.loads(board.picture(since_s, loop, published).text)
@@ -42,7 +42,7 @@ def told(board: Board, since_s: int | None = None, **governed: Any) -> dict[str,
 
 def watched(*reports: list[ReplicaReport], **governed: Any) -> dict[str, Any]:
     """Return what a dashboard gets after some seconds, in each of which replicas report."""
-    board = Board()
+    board = ModelDashboard()
     for each in reports[0]:
         board.members.hear(each, START_S)
     for second, told_now in enumerate([*reports, []]):
@@ -118,7 +118,7 @@ def test_states_of_replicas_are_counted_and_said():
 
 
 def test_a_silent_replica_is_called_so_and_then_forgotten():
-    board = Board()
+    board = ModelDashboard()
     board.members.hear(READY, START_S)
     board.advance(START_S, None, None)
     board.advance(START_S + 8, None, None)
@@ -148,7 +148,7 @@ def test_a_change_by_hand_is_called_so():
 
 
 def test_ingress_replicas_are_summed_up():
-    board = Board()
+    board = ModelDashboard()
     board.members.hear(READY, START_S)
     board.advance(START_S, None, None)
     for name in ("i1", "i2"):
@@ -200,7 +200,7 @@ def test_a_model_without_autoscaling_has_rows_and_no_budget():
 
 
 def test_nothing_is_shown_before_a_new_governor_knows_the_replicas():
-    board = Board()
+    board = ModelDashboard()
     board.advance(START_S, None, None)
     board.advance(START_S + 1, None, None)
     assert told(board)["rows"] == []
@@ -214,7 +214,7 @@ def test_nothing_is_shown_before_a_new_governor_knows_the_replicas():
 
 
 def test_only_what_is_new_is_told_to_whom_knows_the_rest():
-    board = Board()
+    board = ModelDashboard()
     board.members.hear(READY, START_S)
     for second in range(6):
         board.advance(START_S + second, None, None)
@@ -231,7 +231,7 @@ def test_only_what_is_new_is_told_to_whom_knows_the_rest():
 
 
 def test_a_clock_that_jumps_makes_up_no_hours():
-    board = Board()
+    board = ModelDashboard()
     board.members.hear(READY, START_S)
     for now_s in (START_S, START_S + 1, START_S + 86_400, START_S + 86_401):
         board.advance(now_s, None, None)

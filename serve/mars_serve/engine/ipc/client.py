@@ -19,20 +19,20 @@ from mars_platform.tier import Tier
 from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.ipc.channel import Channel, ChannelClosed
 from mars_serve.engine.ipc.messages import (
-    Beat,
     Begun,
     Cancel,
     Condition,
+    CreditGrant,
     Demand,
-    Grant,
+    Heartbeat,
     LoadUpdate,
     NotLoaded,
     Order,
     Ready,
+    SetCondition,
     SetLateRule,
     SetLive,
     StepReport,
-    Tell,
 )
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
@@ -110,7 +110,7 @@ class _Stream:
     outputs: asyncio.Queue[StepOutput | Exception] = field(default_factory=asyncio.Queue)
 
 
-class EngineLoop:
+class EngineClient:
     """The asyncio side of a connection to an engine that steps in another process or thread.
 
     Requests run on one event loop at a time; another loop may take over once no request is left.
@@ -205,7 +205,7 @@ class EngineLoop:
             EngineDied: the engine has stopped.
         """
         self.condition = condition
-        self._send(Tell(condition))
+        self._send(SetCondition(condition))
 
     def num_waiting(self, tier: Tier) -> int:
         """Return the requests sent from here, of a tier or above, that no step has held yet."""
@@ -437,7 +437,7 @@ class EngineLoop:
             self._take_notice(report)
 
     def _take_notice(self, notice: object) -> None:
-        if isinstance(notice, Grant):
+        if isinstance(notice, CreditGrant):
             self.credit.limit = notice.limit
             if self.on_change is not None:
                 self.on_change()
@@ -446,7 +446,7 @@ class EngineLoop:
         elif isinstance(notice, SetLateRule):
             self.late_rule = notice.rule
         else:
-            assert isinstance(notice, Beat)
+            assert isinstance(notice, Heartbeat)
 
     def _deliver(self, output: StepOutput) -> None:
         stream = self._streams.get(output.request_id)
