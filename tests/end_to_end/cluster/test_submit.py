@@ -118,7 +118,7 @@ def stopped(address, work):
 
 @pytest.mark.full
 def test_a_stopped_job_saves_a_checkpoint_first(stopped):
-    assert "STOPPED" in stopped.status
+    assert "was stopped" in stopped.status
     step = int(re.search(r"stage ar is stopped after step (\d+)", stopped.log)[1])
     assert step in stopped.steps
 
