@@ -87,23 +87,6 @@ def test_a_change_is_found_after_a_long_time_without_one() -> None:
     assert found < 400, "what was right before does not hide what is wrong now"
 
 
-@given(
-    st.floats(0.0, 1.0),
-    st.integers(0, 3),
-    st.sampled_from([2.0, 4.0]),
-)
-def test_likelihood_ratios_gain_nothing_while_the_frontier_holds(
-    share: float, index: int, factor: float
-) -> None:
-    """The mean over all outcomes of one output, each weighted by its chance, is 1 at the most."""
-    rate, length = EXPECTED[1].divergence, (1, 7, 80, 2000)[index]
-    true = share * rate  # per token; the ratio is that of a rate in continuous time
-    survival = math.exp(-true * length)
-    gained = (true * factor) / (true + (factor - 1) * rate)
-    stopped = gained * (1 - math.exp(-(true + (factor - 1) * rate) * length))
-    assert survival * math.exp(-(factor - 1) * rate * length) + stopped <= 1 + 1e-9
-
-
 def test_an_alarm_stays_until_the_frontier_is_another() -> None:
     drift = Drift(EXPECTED).heard({AuditKey(Tier.FLEX, 0.8, True): AuditCounts(90, 900, 90)}, 5.0)
     assert drift.refuted_s == 5.0

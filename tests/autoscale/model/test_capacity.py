@@ -117,12 +117,3 @@ def test_a_mixture_spends_time_by_the_tokens_of_each_part():
     expected = 16 * 2 / rows / (0.032 * (1 + 16 * positions / rows / 128))
     assert made.mixed_tokens_per_s([(0.5, AR), (0.5, EXACT)]) == pytest.approx(expected)
     assert made.mixed_tokens_per_s([(1.0, EXACT)]) == pytest.approx(made.tokens_per_s(EXACT))
-
-
-def test_a_rung_is_found_by_mode_and_threshold():
-    made = capacity(EXACT, SURE)
-    assert made.rung(Mode.THRESHOLD, 1.0) == AR
-    assert made.rung(Mode.EXACT, 1.0) == EXACT
-    assert made.rung(Mode.THRESHOLD, 0.95) == SURE
-    with pytest.raises(KeyError):
-        made.rung(Mode.THRESHOLD, 0.9)

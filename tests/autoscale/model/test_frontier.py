@@ -339,13 +339,6 @@ def test_a_missing_file_is_refused(model):
         read_frontier(model)
 
 
-def test_a_frontier_of_other_weights_is_refused(model):
-    write_content(model)
-    save_model(model, 1.0)
-    with pytest.raises(UserError, match=f"{FRONTIER_FILE}: weights: .*; {REMEDY}"):
-        read_frontier(model)
-
-
 # Rungs
 
 

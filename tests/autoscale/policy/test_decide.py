@@ -372,16 +372,6 @@ def test_one_burst_keeps_no_replicas():
     assert decisions[-1].num_replicas == SETTINGS.min_replicas
 
 
-def test_recurring_bursts_of_prompts_keep_replicas():
-    decisions, _ = run(bursts(*[(2.0, 8.0)] * 4))
-    lowest = 2.0 / FLOOR_GAIN + 8.0
-    for num in (2, 3, 4):
-        each = decisions[int(num * BURSTS_S / PERIOD) - 1]
-        assert (each.num_replicas, each.reason) == (math.ceil(lowest), Reason.BURSTS)
-        assert each.needed == pytest.approx(lowest)
-        assert each.decode_tokens_per_s == 0.0
-
-
 def test_bursts_that_do_not_recur_are_forgotten():
     _, state = run(bursts(*[(2.0, 8.0)] * 2))
     length_s = SETTINGS.burst_memory_s + SETTINGS.scale_in_window_s
@@ -452,15 +442,6 @@ def test_without_known_arrivals_or_replicas_nothing_changes(change):
 
 
 # Lossless speed
-
-
-def test_replicas_are_sized_by_the_fastest_lossless_decoding():
-    capacity = replace(CAPACITY, rungs=(AR, exact_rung(2.2, 5), *LADDER[1:]))
-    plain = decide(snapshot_of(0.0, 16.0), OuterState(), CAPACITY, SETTINGS)[0]
-    faster = decide(snapshot_of(0.0, 16.0), OuterState(), capacity, SETTINGS)[0]
-    assert faster.needed == pytest.approx(plain.needed / 1.523, rel=0.001)
-    assert plain.range.feed_forward == pytest.approx(2.0)
-    assert faster.range.feed_forward == pytest.approx(2.0 / 1.523, rel=0.001)
 
 
 def debt_after_20_s(threshold, *, capacity=CAPACITY, **changes):

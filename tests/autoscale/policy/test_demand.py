@@ -65,8 +65,3 @@ def test_bursts_later_than_a_clock_that_was_put_back_begin_now():
         ((900.0, 7.0),), 1.0, 1.0, now_s=100, apart_s=45, memory_s=600
     )
     assert bursts == ((100.0, 7.0),)
-
-
-def test_the_second_highest_burst_recurs_and_a_single_one_does_not():
-    assert demand.recurring_demand(()) == demand.recurring_demand(((0.0, 8.0),)) == 0.0
-    assert demand.recurring_demand(((0.0, 8.0), (60.0, 3.0), (120.0, 5.0))) == 5.0

@@ -79,19 +79,9 @@ def test_arrivals_that_need_more_than_the_queue_are_the_cause(loop):
     assert loop.update(look(1.0, 14, feed_forward=1.25)).cause is Cause.ARRIVALS
 
 
-def test_a_changed_floor_holds_at_once(loop):
-    for step, floor in enumerate((0.9, 0.7, 0.95, 1.0)):
-        assert threshold_after(loop, look(0.1 * step, 64, floor)) == floor
-
-
 def test_a_clock_that_jumps_back_does_not_stop_the_climb(loop):
     loop.update(look(5000.0, 64))
     assert threshold_after(loop, look(1400.0, 0)) == 0.8
-
-
-def test_past_the_break_even_batch_only_the_target_is_used():
-    wide = make_loop(replace(CAPACITY, max_num_seqs=64))
-    assert threshold_after(wide, look(0.0, 1000, feed_forward=3)) == 1.0
 
 
 @pytest.mark.parametrize(("share", "threshold"), [(0.2, 0.7), (0.34, 0.7), (0.35, 1.0), (0.9, 1.0)])
@@ -160,35 +150,6 @@ EXACT = exact_rung(1.9, 16)
 
 def exact_loop():
     return make_loop(replace(CAPACITY, rungs=(AR, EXACT, *LADDER[1:])))
-
-
-def test_mode_exact_replaces_ar_only_while_it_is_faster(loop):
-    exact = exact_loop()
-    seen = [exact.update(look(now, now)).live.is_exact for now in (1, 5, 8, 9, 8, 5)]
-    assert seen == [True, True, True, False, False, True]
-    assert not loop.update(look(0.0, 1)).live.is_exact
-
-
-def test_no_quality_is_paid_where_mode_exact_is_faster():
-    """By hand, 16 rows and K = 128: exact 1.52, τ .95 1.20, τ .7 1.53 times plain AR decoding."""
-    lossless = exact_rung(2.2, 5)
-    capacity = replace(CAPACITY, rungs=(AR, lossless, *LADDER[1:]))
-    assert capacity.gain(AR) == pytest.approx(1 / 1.523, rel=0.001)
-    assert capacity.gain(LADDER[1]) == pytest.approx(1.20 / 1.523, rel=0.01)
-    loop = make_loop(capacity)
-    for step, load in enumerate((4, 20, 40, 200)):
-        decision = loop.update(look(2.0 * step, load, feed_forward=3.0))
-        assert decision.live.is_exact
-        assert (decision.live.threshold, decision.loss, decision.is_lowest) == (1.0, 0.0, True)
-
-
-def test_a_lower_threshold_is_used_only_where_it_beats_mode_exact_by_some_percent():
-    deep = threshold_rung(0.8, 2.6, 5.0)  # 2.6 / 1.7 over exact's 2.2 / 1.625: 1.13
-    capacity = replace(CAPACITY, rungs=(AR, exact_rung(2.2, 5), LADDER[1], deep))
-    loop = make_loop(capacity)
-    assert thresholds(loop.update(look(0.0, 40))) == (0.8, 0.8)
-    back = loop.update(look(1.0, 2))
-    assert (back.live.threshold, back.live.is_exact) == (1.0, True)
 
 
 def test_requests_that_keep_their_quality_count_at_the_speed_of_mode_exact():

@@ -5,10 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mars_autoscale.model.capacity import AR, Capacity
-from mars_autoscale.model.step_times import linear_step_time
-from mars_autoscale.policy.decide import decide
-from mars_autoscale.policy.decision import OuterState
 from mars_autoscale.policy.lengths import (
     NUM_SPANS,
     USUAL_TOKENS,
@@ -16,8 +12,6 @@ from mars_autoscale.policy.lengths import (
     LengthCounts,
     counts_of,
 )
-from mars_autoscale.policy.observe import Arrivals, Snapshot
-from mars_autoscale.policy.settings import OuterSettings
 
 LOOK_S = 0.5
 TOKENS_PER_S = 40.0
@@ -77,24 +71,6 @@ def test_long_outputs_are_seen_while_they_run():
     assert stream.run(8).mean > 0.4 * 1_500
     assert stream.run(20).mean == pytest.approx(1_500, rel=0.25)
     assert stream.run(30).mean == pytest.approx(1_500, rel=0.05)
-
-
-def needed(seconds, rate=4):
-    """Return the replicas that a decision finds necessary, with the counts after some seconds."""
-    # 16 rows of 25 ms steps give 640 tokens/s at once; 4 requests/s of 1,500 tokens need 9.4 busy
-    # replicas, and 12.5 at a utilization of 0.75
-    capacity = Capacity(linear_step_time(0.0222, 128), (AR,), 16, 1e9)
-    settings = OuterSettings(max_replicas=64, utilization=0.75)
-    mean = Stream(rate, lambda: 1_500).run(seconds).mean
-    snapshot = Snapshot(seconds, [], 0, Arrivals(rate, 0.0, mean), seconds)
-    return decide(snapshot, OuterState(), capacity, settings)[0].needed
-
-
-def test_replicas_for_long_outputs_are_ordered_before_the_first_has_ended():
-    assert needed(2) > 2.0
-    assert needed(10) > 0.4 * 12.5
-    assert needed(30) == pytest.approx(12.5, rel=0.25)
-    assert needed(60) == pytest.approx(12.5, rel=0.05)
 
 
 @pytest.mark.parametrize("mean", [1, 5, 28, 211, 1_000])

@@ -116,13 +116,6 @@ def test_rates_are_summed_over_ingress_replicas(reporting):
     assert (arrivals.requests_per_s, arrivals.prompt_tokens_per_s) == (6.0, 300.0)
 
 
-def test_rates_are_those_of_the_window(reporting):
-    hear_arrivals(reporting, START_S, START_S + 30, {"i": 2.0})
-    for i in range(1, 41):
-        reporting.hear_ingress(START_S + 30 + i * REPORT_S, IngressReport("i", 60 + 3 * i, 3_000))
-    assert rate_at(reporting, START_S + 50) == pytest.approx(6.0)
-
-
 def test_there_is_no_rate_in_the_first_second(reporting):
     for seconds, arrived in ((0.0, 500), (0.5, 501), (1.0, 502)):
         reporting.hear_ingress(START_S + seconds, IngressReport("i", arrived))

@@ -5,7 +5,6 @@ import random
 import weakref
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,20 +24,6 @@ def add(queue, item="", key="a", cost=10, deadline_s=0.0, tier=Tier.DEFAULT, **l
 
 def drain(queue, **now):
     return "".join(queue.pop(**now).item for _ in range(len(queue)))
-
-
-def test_a_higher_tier_goes_first():
-    queue = FairQueue[str]()
-    for item, tier in (("f", Tier.FLEX), ("d", Tier.DEFAULT), ("p", Tier.PRIORITY)):
-        add(queue, item, tier=tier, deadline_s=-ord(item))
-    assert drain(queue) == "pdf"
-
-
-def test_a_key_is_served_by_deadline_and_then_by_arrival():
-    queue = FairQueue[str]()
-    for item, deadline_s in (("x", 2.0), ("y", 1.0), ("z", 1.0), ("w", 0.5)):
-        add(queue, item, deadline_s=deadline_s)
-    assert drain(queue) == "wyzx"
 
 
 def test_late_requests_give_way_but_for_one_in_eight():
@@ -99,26 +84,6 @@ def test_no_request_of_a_key_starves_although_others_come_in_time_forever(waitin
         assert num_popped <= LATE_TURN * len(waiting)
 
 
-def test_keys_share_tokens_and_not_requests():
-    queue = FairQueue[str]()
-    for _ in range(3):
-        add(queue, "A", key="a", cost=30)
-    for _ in range(9):
-        add(queue, "b", key="b", cost=10)
-    assert drain(queue) == "AbbbAbbbAbbb"
-
-
-def test_a_key_that_was_idle_brings_no_credit():
-    queue = FairQueue[str]()
-    for _ in range(20):
-        add(queue, "a", key="a")
-    add(queue, "b", key="b")
-    assert "".join(queue.pop().item for _ in range(10)) == "abaaaaaaaa"
-    for _ in range(5):
-        add(queue, "b", key="b")
-    assert drain(queue) == "ba" * 5 + "a" * 6
-
-
 def test_a_key_does_not_leave_its_charge_behind_by_waiting_with_one_request_at_a_time():
     queue = FairQueue[str]()
     for _ in range(20):
@@ -158,37 +123,6 @@ def test_nothing_is_owed_once_nobody_waits():
         add(queue, "b", key="b")
     assert drain(queue) == "abab"
     assert queue.num_keys == 0
-
-
-def test_a_request_is_settled_once():
-    queue = FairQueue[str]()
-    queued = add(queue)
-    with pytest.raises(AssertionError):
-        queue.settle(queued, 10)
-    queue.pop()
-    queue.settle(queued, 10)
-    with pytest.raises(AssertionError):
-        queue.settle(queued, 10)
-    assert not queue.remove(queued)
-    with pytest.raises(IndexError):
-        queue.pop()
-
-
-def test_requests_expire_by_their_own_limit():
-    queue = FairQueue[str]()
-    add(queue, "late", limit_s=9.0)
-    soon = add(queue, "soon", limit_s=3.0, tier=Tier.FLEX)
-    add(queue, "never")
-    cancelled = add(queue, "cancelled", limit_s=1.0)
-    assert queue.first_limit_s() == 1.0
-    assert queue.remove(cancelled)
-    assert not queue.remove(cancelled)
-    assert queue.expire(2.9) == []
-    assert queue.expire(3.0) == [soon]
-    popped = queue.pop()
-    assert popped.item == "late", "deadlines are equal, so arrival decides"
-    assert queue.expire(99.0) == []
-    assert drain(queue) == "never"
 
 
 def test_what_is_ahead_is_counted_over_tiers_keys_and_deadlines():
@@ -359,26 +293,6 @@ def test_a_flood_of_cancelled_requests_leaves_nothing_behind():
     gc.collect()
     assert len(queue) == 3
     assert queue.num_keys == 3
-
-
-def test_large_queues_are_handled():
-    queue, source = FairQueue[int](), random.Random(0)
-    for number in range(100_000):
-        deadline_s = number / 100 + source.random()
-        add(queue, number, str(number % 100), 1 + number % 900, deadline_s, limit_s=1e9)
-    queued_requests = [queue.pop() for _ in range(100_000)]
-    assert len({queued.item for queued in queued_requests}) == 100_000
-    for queued in queued_requests:
-        queue.settle(queued, 10)
-    assert queue.num_keys == 0
-
-
-def test_a_ranked_set_does_not_grow_with_its_history():
-    ranked = RankedSet[str]()
-    ranked.place("first", -1.0, 0)
-    for rank in range(5_000):
-        ranked.place("moves", rank, 1)
-        assert len(ranked._heap) <= 20
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 9) | st.none())))

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from mars_autoscale.model.capacity import AR, Capacity
 from mars_autoscale.model.step_times import linear_step_time
-from mars_autoscale.simulation.cluster import PrefixCache, Replica, Served
+from mars_autoscale.simulation.cluster import PrefixCache
 from mars_autoscale.simulation.figures import figures_of
-from mars_autoscale.simulation.policies import StaticReplicas, decode_plainly
+from mars_autoscale.simulation.policies import StaticReplicas
 from mars_autoscale.simulation.replicas import ReplicaSettings
 from mars_autoscale.simulation.run import Simulation
 from mars_autoscale.traces.files import PREFIX_BLOCK_TOKENS as BLOCK
@@ -38,11 +38,6 @@ def test_a_cached_beginning_is_not_computed_again():
     assert third.cached_tokens == 0, "a block counts with all that is before it"
     again = simulate(trace, cache=0).served[1]
     assert (again.cached_tokens, again.ttft_s) == (0, pytest.approx(0.4 + part_s + 0.11))
-
-
-def test_the_last_block_of_a_prompt_is_always_computed():
-    whole = [request(5.0 * i, 1, 2, rest=BLOCK) for i in range(2)]
-    assert [each.cached_tokens for each in simulate(whole).served] == [0, BLOCK]
 
 
 def test_the_least_recently_used_blocks_are_dropped_and_ends_before_beginnings():
@@ -84,23 +79,6 @@ def test_the_queue_sends_a_prompt_to_the_replica_that_has_its_beginning():
     assert (third.cached_tokens, fourth.cached_tokens) == (2 * BLOCK, 0)
 
 
-def test_a_replicas_backlog_is_what_it_has_not_cached():
-    replica = Replica(
-        CAPACITY,
-        decode_plainly().update(None),
-        is_by_tier=True,
-        started_s=0.0,
-        ready_s=0.0,
-        prefix_cache_tokens=9 * BLOCK,
-    )
-    for expected in (2 * BLOCK + 1, 1):
-        replica.enqueue(Served(request(0.0, 1, 2, 3)))
-        assert replica.backlog_tokens == expected
-        replica.begin_step()
-        replica.finish_step(1.0)
-        assert replica.backlog_tokens == 0
-
-
 class Watched(StaticReplicas):
     """A fixed number of replicas that records the rates of prompts that it is told each 10 s."""
 
@@ -127,8 +105,3 @@ def test_figures_tell_the_share_that_was_cached():
     assert figures.prefix_hit_rate == pytest.approx(2 * BLOCK / (4 * BLOCK + 2))
     late = figures_of(result, measured_from_s=1, objective_ttft_s=1.0)
     assert late.prefix_hit_rate == pytest.approx(2 * BLOCK / (2 * BLOCK + 1))
-
-
-def test_a_trace_without_prefixes_has_nothing_cached():
-    trace = [TraceRequest(5.0 * i, 3 * BLOCK, 1) for i in range(3)]
-    assert {each.cached_tokens for each in simulate(trace).served} == {0}

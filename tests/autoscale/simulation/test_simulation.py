@@ -3,7 +3,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ladders import CAPACITY as FAST
 from ladders import exact_rung, threshold_rung
 from mars_autoscale.model.capacity import AR, Capacity
 from mars_autoscale.model.step_times import linear_step_time
@@ -17,7 +16,6 @@ from mars_autoscale.simulation.policies import Joint, StaticReplicas, Target
 from mars_autoscale.simulation.replicas import ReplicaSettings
 from mars_autoscale.simulation.run import Simulation
 from mars_autoscale.traces.files import TraceRequest
-from mars_autoscale.traces.synthetic import Lengths, SyntheticTrace, generate
 from mars_platform.method.mode import LiveDecoding
 from mars_platform.tier import Tier
 
@@ -203,15 +201,6 @@ def test_starting_replicas_are_stopped_first():
 
 
 # Whole traces
-
-
-def test_every_request_is_served_once_and_the_time_is_billed():
-    lengths = {"prompt": Lengths(mean=300, max=2000), "output": Lengths(mean=150, max=1000)}
-    trace = generate(SyntheticTrace(duration_s=300, mean_rate_per_s=5.0, **lengths), seed=1)
-    result = simulate(trace, FAST, StaticReplicas(8))
-    assert [each.request for each in result.served] == trace
-    assert all(0 < each.ttft_s < np.inf for each in result.served)
-    assert result.replica_seconds == pytest.approx(8 * trace[-1].arrival_s)
 
 
 def test_a_cluster_that_was_idle_before_the_trace_knows_that_its_rate_was_low():

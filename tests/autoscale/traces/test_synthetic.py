@@ -3,8 +3,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mars_autoscale.traces.files import TraceRequest
 from mars_autoscale.traces.synthetic import (
@@ -15,7 +13,6 @@ from mars_autoscale.traces.synthetic import (
     TraceChange,
     changed,
     generate,
-    spike_factor,
 )
 from mars_platform.config import build_settings
 from mars_platform.errors import UserError
@@ -97,12 +94,6 @@ def test_spikes_multiply_requests_and_change_nothing_outside():
     assert outside == untouched
 
 
-def test_overlapping_spikes_multiply_each_other():
-    spikes = (Spike(at_s=10, for_s=10, times=2), Spike(at_s=15, for_s=10, times=3))
-    times = np.array([9.9, 10, 15, 19.9, 20, 24.9, 25])
-    assert spike_factor(spikes, times).tolist() == [1, 2, 6, 6, 3, 3, 1]
-
-
 def test_tiers_are_drawn_by_their_shares_and_leave_arrivals_alone():
     shares = {"flex": 0.3, "priority": 0.1, "default": 0.6}
     plain = changed(regular(), TraceChange(multiply=2), seed=5)
@@ -163,19 +154,6 @@ def test_the_rates_follow_spikes():
     for begin_s, end_s, times in pieces:
         expected = 20 * times * (end_s - begin_s)
         near(count(trace, begin_s, end_s), expected, math.sqrt(expected))
-
-
-@settings(derandomize=True)
-@given(st.lists(st.tuples(st.integers(0, 90), st.integers(1, 50), st.floats(0, 9)), max_size=4))
-def test_the_rate_never_exceeds_the_peak(spikes):
-    made = synthetic(
-        duration_s=100,
-        mean_rate_per_s=2,
-        spikes=[Spike(at_s=a, for_s=b, times=c) for a, b, c in spikes],
-    )
-    rates = made.rate_at(np.linspace(0, 100, 1001))
-    assert rates.min() >= 0
-    assert rates.max() <= made.peak_rate_per_s
 
 
 def test_synthetic_traces_depend_only_on_the_seed():

@@ -14,7 +14,6 @@ from mars_serve.bench.decode.workload import (
     agreeing,
     generated_requests,
     read_acceptance,
-    requests_in_run,
 )
 
 
@@ -27,11 +26,6 @@ def test_requests_lie_in_their_ranges_and_follow_from_the_seed() -> None:
     assert len({request.id for request in requests}) == 400
     assert generated_requests(30, shape, [7, 8], seed=1) == requests[:30]
     assert generated_requests(400, shape, [7, 8], seed=2) != requests
-
-
-@pytest.mark.parametrize(("batch", "expected"), [(1, 4), (4, 16), (16, 48), (32, 64), (60, 120)])
-def test_a_run_takes_two_to_four_whole_batches(batch: int, expected: int) -> None:
-    assert requests_in_run(batch, 48) == expected
 
 
 def test_the_papers_distribution_has_its_mean() -> None:
@@ -74,16 +68,6 @@ def test_each_draft_is_right_with_the_given_probability(agreement: float) -> Non
     draws = [acceptance.draw(0, str(index), 3, 5) for index in range(20_000)]
     assert sum(draws) / len(draws) == pytest.approx(acceptance.mean, abs=0.04)
     assert acceptance.mean == pytest.approx(sum(agreement**right for right in range(5)))
-
-
-def test_chances_multiply_to_the_distribution() -> None:
-    acceptance = read_acceptance(PAPER_ACCEPTANCE)
-    shares = acceptance.tokens_per_forward
-    assert acceptance.chance(1) == pytest.approx(1 - shares[1])
-    reached = 1.0
-    for depth in (1, 2, 3, 4):
-        reached *= acceptance.chance(depth)
-    assert reached == pytest.approx(shares[5])
 
 
 @pytest.mark.parametrize(

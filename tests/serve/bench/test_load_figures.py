@@ -147,15 +147,6 @@ def test_a_late_sender_causes_a_warning(late_s: float, warns: bool) -> None:
     assert (lateness_warning(found) is not None) == warns
 
 
-def test_infinite_times_are_null_in_json() -> None:
-    test = load_test(Losses())
-    found = jsonable(figures_json(test))
-    assert found["all"]["ttft_p99_s"] is None
-    assert found["all"]["accuracy"].keys() == {"value", "low", "high"}
-    assert found["options"]["model"] == "mars"
-    assert [sample["ttft_p95_s"] for sample in found["samples"]] == [2.0, None, None, None]
-
-
 def test_an_unknown_loss_is_told_with_its_reason() -> None:
     test = load_test(Losses(refusal="/admin/autoscaler gave 403"))
     assert jsonable(figures_json(test))["all"]["quality_loss_mean"] is None

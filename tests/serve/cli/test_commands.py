@@ -209,14 +209,6 @@ def expected_passes(path: Path, threshold: float, *, max_tokens: int) -> list[li
     ).passes
 
 
-def test_mode_ar_equals_a_threshold_of_one(mars_dir):
-    ar, one = complete(mars_dir, Mode.AR, 0.3), complete(mars_dir, Mode.THRESHOLD, 1.0)
-    assert ar.passes == one.passes
-    assert len(ar.passes) == ar.num_tokens == 20
-    assert (ar.mode, ar.confidence_threshold) == (Mode.AR, 1.0)
-    assert (one.mode, one.confidence_threshold) == (Mode.THRESHOLD, 1.0)
-
-
 @pytest.mark.parametrize("threshold", [0.03, 0.9])
 def test_the_texts_of_passes_join_to_the_reference_output(mars_dir, threshold):
     passes = expected_passes(mars_dir, threshold, max_tokens=20)
@@ -238,21 +230,12 @@ def test_a_prompt_is_rendered_with_the_chat_template(mars_dir):
     assert chat.passes != complete(mars_dir, Mode.AR, 1.0).passes
 
 
-def test_a_plain_checkpoint_decodes_in_mode_ar_only(plain_dir):
-    assert complete(plain_dir, Mode.AR, 0.95).num_tokens == 20
-    with pytest.raises(UserError, match=r"^mode: .*'ar'"):
-        complete(plain_dir, Mode.THRESHOLD, 0.95)
-
-
-@pytest.mark.parametrize("threshold", [0.0, -0.5, 1.01, float("nan")])
-def test_a_threshold_out_of_range_is_refused(mars_dir, threshold):
-    with pytest.raises(UserError, match=r"^--threshold: .* is not in \(0, 1\]"):
-        complete(mars_dir, Mode.AR, threshold)
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"threshold": 0.0}, r"^--threshold: .* is not in \(0, 1\]"),
+        ({"threshold": 1.01}, r"^--threshold: .* is not in \(0, 1\]"),
+        ({"threshold": float("nan")}, r"^--threshold: .* is not in \(0, 1\]"),
         ({"sampling": Sampling(temperature=2.5)}, r"^--temperature: 2.5 is not in \[0, 2\]"),
         ({"sampling": Sampling(temperature=float("nan"))}, "^--temperature: nan"),
         ({"sampling": Sampling(top_p=0.0)}, r"^--top-p: 0.0 is not in \(0, 1\]"),
@@ -261,7 +244,7 @@ def test_a_threshold_out_of_range_is_refused(mars_dir, threshold):
 )
 def test_options_out_of_range_are_refused(mars_dir, fields, message):
     with pytest.raises(UserError, match=message):
-        complete(mars_dir, Mode.AR, 1.0, **fields)
+        complete(mars_dir, Mode.AR, **{"threshold": 1.0, **fields})
 
 
 @pytest.mark.parametrize("threshold", [0.03, 1.0])

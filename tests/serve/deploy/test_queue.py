@@ -164,18 +164,6 @@ async def test_waiting_requests_go_by_tier_then_deadline_then_arrival(start, ing
     await assert_all_is_back(backend, replica)
 
 
-async def test_keys_that_flood_are_served_in_turn(start, ingress) -> None:
-    backend = await ingress(replica := start("a", max_num_seqs=1))
-    blocks = await block(backend, replica)
-    early = await spawn_waiting(backend, *(request(f"a{i}", key="a") for i in range(16)))
-    late = await spawn_waiting(backend, *(request(f"b{i}", key="b") for i in range(8)))
-    unblock(replica)
-    await asyncio.gather(*blocks, *early, *late)
-    order = [name[0] for name in ids_at(replica)[len(blocks) :]]
-    for end in range(1, 17):
-        assert abs(order[:end].count("a") - order[:end].count("b")) <= 2, order
-
-
 async def test_a_key_that_floods_leaves_room_for_another_that_is_active(start, ingress) -> None:
     backend = await ingress(replica := start("a", max_num_seqs=18))
     await backend.complete(request("before", key="b"))

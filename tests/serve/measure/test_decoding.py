@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from mars_platform.checkpoint.directory import Checkpoint, SpecialTokens
 from mars_platform.checkpoint.metadata import MarsMetadata
-from mars_platform.errors import UserError
 from mars_platform.method import reference
 from mars_platform.method.mode import Mode
 from mars_serve.engine.decoding_options import DecodingOptions, FinishReason, Outcomes, Sampling
@@ -102,16 +101,6 @@ def test_outputs_equal_the_reference(
     assert (total == 1.0) == (setting.threshold == 1.0)
 
 
-def test_one_engine_runs_several_settings(
-    model: PreTrainedModel, checkpoint: Checkpoint, items: list[EvalItem], run: Run
-) -> None:
-    engine = evaluation_engine(
-        checkpoint, items, max_tokens=MAX_TOKENS, max_num_seqs=5, model=copy.deepcopy(model)
-    )
-    for setting in (HASTY, ONE_TOKEN, HASTY):
-        assert run_setting(engine, items, setting, max_tokens=MAX_TOKENS) == run(items, setting)
-
-
 @pytest.mark.parametrize("block_size", [4, 64])
 def test_the_longest_items_run_together_without_preemption(
     model: PreTrainedModel, checkpoint: Checkpoint, block_size: int
@@ -144,19 +133,6 @@ def test_the_context_limits_outputs(
     assert [outcome.num_tokens for outcome in outcomes[:2]] == [1, 2]
     assert outcomes[0].finish_reason is FinishReason.LENGTH
     assert outcomes[3:] == run(items[:2], ONE_TOKEN)
-
-
-def test_a_plain_checkpoint_decodes_only_in_mode_ar(
-    model: PreTrainedModel, checkpoint: Checkpoint, items: list[EvalItem], run: Run
-) -> None:
-    plain = replace(checkpoint, metadata=None)
-    engine = evaluation_engine(
-        plain, items, max_tokens=MAX_TOKENS, max_num_seqs=5, model=copy.deepcopy(model)
-    )
-    outcomes = run_setting(engine, items, ONE_TOKEN, max_tokens=MAX_TOKENS)
-    assert outcomes == run(items, ONE_TOKEN)
-    with pytest.raises(UserError, match=r"^mode: .*'ar'"):
-        run_setting(engine, items, HASTY, max_tokens=MAX_TOKENS)
 
 
 def test_a_draw_depends_on_the_item_and_the_seed(items: list[EvalItem], run: Run) -> None:

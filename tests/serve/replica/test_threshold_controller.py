@@ -77,7 +77,6 @@ class Engine:
         self.channel = Channel(theirs)
         self.channel.send(Ready(1_000, LiveDecoding(1.0), IDLE, BASIS, None))
         self.loop = EngineClient(Channel(ours), Alive())
-        self.num_rules = 0
         self._late_rule = None
 
     async def begin(self):
@@ -93,7 +92,6 @@ class Engine:
         for order in self.channel.receive_available():
             if isinstance(order, SetLateRule):
                 self._late_rule = order.rule
-                self.num_rules += 1
         return self._late_rule
 
     async def show(self, status):
@@ -229,14 +227,6 @@ async def test_late_requests_are_refused_once_nothing_is_left_to_give(engine):
     assert engine.late_rule() == LateRule(pytest.approx(2.0, rel=0.02), 3.0)
     assert not is_refused(engine, 1)
     assert is_refused(engine, 2)
-
-
-async def test_an_unchanged_rule_is_not_sent_again(engine):
-    controller = steering_of(engine, full_load(), objective_ttft_s=3.0)
-    for version in (1, 2, 3):
-        controller.take(published(SATURATED, version), 100.0)
-    assert engine.late_rule() is not None
-    assert engine.num_rules == 1
 
 
 async def test_a_replica_that_is_faster_now_refuses_less(engine):

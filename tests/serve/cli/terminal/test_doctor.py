@@ -162,16 +162,6 @@ def test_libraries_that_cannot_be_loaded_do_not_keep_the_other_checks_from_runni
     assert found["counts"]["failed"] == 2
 
 
-def test_a_torch_that_raises_is_told_of(
-    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken(tmp_path, "torch", "raise OSError('libcudart.so.12: cannot open shared object file')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    wrong = failures(findings_of_child("torch", copied, None))
-    assert set(wrong) == {"torch"}
-    assert "libcudart.so.12" in wrong["torch"]
-
-
 def test_a_check_that_fails_is_a_finding() -> None:
     def check() -> Iterable[Finding]:
         raise ValueError("no such thing")

@@ -91,15 +91,3 @@ def test_a_forgotten_row_leaves_nothing_to_the_next_row_in_its_entry() -> None:
     teach(statistics, rows[0], [(4, 5)])
     best, fresh = estimate(statistics, rows[0]), estimate(statistics, make_request("new"))
     assert fresh[0] < best[0] < 0.3
-
-
-def test_rows_are_told_apart_and_evidence_fades() -> None:
-    statistics, (good, bad) = AcceptanceStatistics(MAX_WINDOW), make_rows(2)
-    prior = estimate(statistics, good)[0]
-    for _ in range(60):
-        teach(statistics, good, [(1, 2)])
-        teach(statistics, bad, [(1, 1)])
-    assert estimate(statistics, good)[0] > 0.8
-    assert estimate(statistics, bad)[0] < 0.25
-    statistics.advance(20_000)
-    assert estimate(statistics, bad)[0] == pytest.approx(prior, abs=0.01)

@@ -136,16 +136,6 @@ def test_chosen_windows_are_as_fast_as_the_best_fixed_one_and_never_slower_than_
         assert rate > least * max(fixed), f"{num_rows} rows want {np.argmax(fixed)} masks"
 
 
-def test_windows_shrink_as_the_batch_grows() -> None:
-    means = []
-    for num_rows in (1, 4, 16, 64):
-        _, windows = Simulation(np.full((1, num_rows), PAPER), 300).chosen(CPU)
-        means.append(windows[100:].mean())
-    assert means[0] > 3.5
-    assert means == sorted(means, reverse=True)
-    assert means[-1] == 0
-
-
 def test_masks_go_to_the_rows_that_use_them() -> None:
     _, windows = Simulation(np.resize([0.9, 0.1], (1, 8)), 400).chosen(CPU)
     assert windows[100:, ::2].mean() > 3
@@ -190,15 +180,6 @@ def test_neighbours_that_take_no_masks_are_not_slowed_down() -> None:
     chooser = settled_chooser(CPU, rows, PAPER)
     assert windows_of(chooser, rows) == [4]
     assert windows_of(chooser, rows + ar_rows(40)) == [0] * 41
-
-
-def test_pinned_windows_are_kept_and_counted() -> None:
-    rows = make_rows(6)
-    pinned = [make_request(f"pinned {index}", [5], 10**9, window=4) for index in range(2)]
-    chooser = settled_chooser(CPU, [*rows, *pinned], 0.6)
-    alone, beside = windows_of(chooser, rows), windows_of(chooser, [*pinned, *rows])
-    assert beside[:2] == [4, 4]
-    assert sum(beside[2:]) < sum(alone)
 
 
 @given(
@@ -322,19 +303,3 @@ def test_a_draft_has_to_pay_for_its_own_position_too(position_s: float, has_mask
         (masks,) = chooser.choose([row])
         chooser.observe(row, 1, 1 + step % 2)
     assert any(masks) is has_masks
-
-
-def test_likely_outcomes_get_the_masks_and_fewer_in_a_larger_batch() -> None:
-    totals = []
-    for num_others in (0, 20, 60):
-        chooser = chooser_of(CPU)
-        sure, unsure = exact_row("sure", [0.97] * 4), exact_row("unsure", [0.1] * 4)
-        first, second, *rest = chooser.choose([sure, unsure, *ar_rows(num_others)])
-        assert rest == [(0,)] * num_others
-        if sum(first) and sum(second):
-            assert first[-1] == max(first), "the outcome that all drafts are right is likeliest"
-            assert second[0] == max(second), "the outcome that no draft is right is likeliest"
-        assert len(first) >= len(second)
-        totals.append(sum(first) + sum(second))
-    assert totals == sorted(totals, reverse=True)
-    assert totals[0] > totals[-1]

@@ -203,28 +203,6 @@ def certain(tokens: Sequence[int], vocabulary: int = 8, share: float = 0.9) -> T
     return logits.log()
 
 
-@pytest.mark.parametrize("share", [0.2, 0.9])
-@pytest.mark.parametrize(
-    ("drafts", "chosen", "count"),
-    [
-        ([], [4], 1),
-        ([4, 5, 6], [4, 5, 6, 7], 4),
-        ([4, 5, 6], [4, 5, 7, 7], 3),
-        ([4, 5, 6], [4, 7, 6, 7], 2),
-        ([4, 5, 6], [7, 5, 6, 7], 1),  # drafts behind a wrong one do not count
-        ([4, 4], [4, 4, 4], 3),
-    ],
-)
-def test_leading_right_drafts_are_accepted_at_any_confidence(drafts, chosen, count, share):
-    """A row accepts one token more than its leading drafts that equal the token before them."""
-    rows = checked_rows([drafts, [1, 1, 1]], [0, 0])
-    logits = torch.cat([certain(chosen, share=share), certain([2, 2, 2, 2])])
-    [(tokens, sure), (others, _)] = runs_of(logits, rows, NONE)
-    assert tokens == chosen[:count]
-    assert sure == pytest.approx([share] * count)
-    assert others == [2]
-
-
 def test_a_banned_draft_is_never_right():
     rows = checked_rows([[3, 5]], [0])
     [(tokens, _)] = runs_of(certain([3, 5, 6]), rows, BANNED)

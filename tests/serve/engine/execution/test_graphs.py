@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -218,43 +217,6 @@ def test_prompts_are_scored_beside_captured_steps(tiny_model: Models, make_engin
 # The next step
 
 
-class CountedPacks:
-    """Counts how often attention is packed while steps are started, and otherwise."""
-
-    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.counts: Counter[bool] = Counter()
-        self._is_starting = False
-        pack, begin = engine.attention.pack, engine.begin_step
-
-        def counted_pack(*arguments: Any) -> None:
-            self.counts[self._is_starting] += 1
-            pack(*arguments)
-
-        def counted_begin() -> Any:
-            self._is_starting = True
-            step = begin()
-            self._is_starting = False
-            return step
-
-        monkeypatch.setattr(engine.attention, "pack", counted_pack)
-        monkeypatch.setattr(engine, "begin_step", counted_begin)
-
-
-def test_steps_of_one_token_a_row_are_packed_while_the_step_before_runs(
-    tiny_model: Models, make_engine: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny_model("qwen2")
-    engine = graphed_engine(make_engine, model, CountingCapture())
-    packs = CountedPacks(engine, monkeypatch)
-    requests = [make_request(str(i), 6, 20 + 3 * i, mode=Mode.AR) for i in range(3)]
-    passes = passes_of(run(engine, requests))
-    for request in requests:
-        assert passes[request.id] == oracle(model, request, SPECIAL)
-    num_steps = engine.status().num_forward_passes
-    # All rows take a further page every four steps, and two requests end before the last one.
-    assert packs.counts[True] < num_steps / 2
-
-
 def test_a_step_of_other_rows_than_foreseen_is_packed_anew(
     tiny_model: Models, make_engine: Engines
 ) -> None:
@@ -266,15 +228,6 @@ def test_a_step_of_other_rows_than_foreseen_is_packed_anew(
     passes = passes_of(run(engine, running + waiting))
     for request in running + waiting:
         assert passes[request.id] == oracle(model, request, SPECIAL)
-
-
-def test_steps_that_may_accept_several_tokens_are_not_foreseen(
-    tiny_model: Models, make_engine: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = graphed_engine(make_engine, tiny_model("qwen2"), CountingCapture())
-    packs = CountedPacks(engine, monkeypatch)
-    run(engine, [make_request("one", 6, 12, threshold=0.3, window=4)])
-    assert packs.counts[False] <= 1  # the last token is fed without masks
 
 
 # Shapes
@@ -325,15 +278,6 @@ def test_every_layout_of_rows_fits_a_captured_shape(
     assert shape.step.num_rows >= exact.num_rows
     assert shape.step.num_pages >= cached_pages(batch, PAGE)
     assert shape.num_reads >= len(batch.reads)
-
-
-def test_shapes_are_few_and_the_largest_comes_first() -> None:
-    sizes = GraphSizes(max_rows=32, max_row_length=89, max_num_batched_tokens=1024, max_pages=2048)
-    shapes = sizes.shapes()
-    assert max(Counter(shapes).values()) == 1
-    assert len(shapes) < 180
-    keys = [(shape.step.num_positions, shape.step.num_pages, shape.num_reads) for shape in shapes]
-    assert keys == sorted(keys, reverse=True)
 
 
 def test_the_engine_says_what_its_graphs_took(tiny_model: Models, make_engine: Engines) -> None:

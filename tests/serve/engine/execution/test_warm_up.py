@@ -98,20 +98,6 @@ def test_steps_are_timed_up_to_the_widest_row(machine: Callable[..., Machine]) -
     assert ours.pool.num_free == ours.pool.num_pages
 
 
-@pytest.mark.parametrize(("step_s", "is_long"), [(0.001, False), (3.0, True)])
-def test_long_steps_are_timed_less_often_and_progress_reaches_its_end(
-    machine: Callable[..., Machine], step_s: float, is_long: bool
-) -> None:
-    ours, seen = machine(lambda _: step_s), list[tuple[int, int]]()
-    sizes = StepSizes(4, 1000, max_length=100, window=4)
-    times = measure_steps(
-        ours.timer(), sizes, repeats=5, on_progress=lambda *each: seen.append(each)
-    )
-    assert seen == [(done + 1, len(seen)) for done in range(len(seen))]
-    assert (len(ours.steps) < len(seen)) == is_long
-    assert times.at(8, 0) == pytest.approx(step_s)
-
-
 SIZES = StepSizes(4, 1000, max_length=100, window=4, widest_row=25)
 NUM_STEPS = 4 + 13
 """Steps of each round with `SIZES`."""

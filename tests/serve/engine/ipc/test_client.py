@@ -136,17 +136,6 @@ async def test_closing_the_iteration_frees_pages(make_loop: Loops) -> None:
     assert loop.is_alive
 
 
-async def test_cancelling_the_task_frees_pages(make_loop: Loops) -> None:
-    loop = make_loop(SlowEngine)
-    task = asyncio.create_task(collect(loop, long_request("cancelled")))
-    await soon(lambda: loop.status().num_generated_tokens > 0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await soon(lambda: has_all_pages(loop.engine))
-    await soon(lambda: loop.status().num_requests == 0)
-
-
 async def test_cancelling_a_waiting_request_leaves_the_running_one(make_loop: Loops) -> None:
     loop = make_loop(SlowEngine, max_num_seqs=1)
     running = await started(loop, long_request("running", max_tokens=6))
