@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Literal
 
 import pytest
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI, OpenAI
+from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
 QUESTION = "Start at 48. Steps: -4 +5 +2 +1"
@@ -55,14 +54,6 @@ def test_a_chat_its_stream_and_a_batch_agree(chat):
     ]
 
 
-async def _collect(chat):
-    return [chunk.content async for chunk in chat.astream(QUESTION)]
-
-
-def test_an_asynchronous_stream_equals_the_synchronous_answer(chat):
-    assert "".join(asyncio.run(_collect(chat))) == chat.invoke(QUESTION).content
-
-
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_structured_output_is_parsed_into_the_model(chat, method):
     made = chat.with_structured_output(Answer, method=method, strict=True).invoke(QUESTION)
@@ -76,12 +67,3 @@ def test_a_tool_is_called_and_its_result_goes_back(chat):
     assert call["name"] == "clock"
     result = ToolMessage(clock.invoke(call["args"]), tool_call_id=call["id"])
     assert chat.bind_tools([clock]).invoke([HumanMessage(QUESTION), called, result]).content != ""
-
-
-def test_a_batch_of_completions_equals_single_ones(served):
-    model = OpenAI(
-        model="mars", base_url=served.api, api_key=served.key, max_tokens=12, temperature=0
-    )
-    texts = [QUESTION, "Add 2 and 4 cups"]
-    made = model.generate(texts)
-    assert [each[0].text for each in made.generations] == [model.invoke(text) for text in texts]

@@ -12,6 +12,7 @@ from kustomized import needs_kubectl
 pytestmark = needs_kubectl
 
 Policy = dict[str, Any]
+NAMESPACE = "kubernetes.io/metadata.name"
 
 
 class End(NamedTuple):
@@ -56,12 +57,8 @@ def reaches(policies: list[Policy], source: End, target: End, port: int) -> bool
 
 
 def allows(policies: list[Policy], own: End, other: End, port: int, way: str) -> bool:
-    specs = [each["spec"] for each in policies]
-    chosen = [
-        spec
-        for spec in specs
-        if way.capitalize() in spec["policyTypes"] and selects(spec["podSelector"], own.labels)
-    ]
+    specs = [each["spec"] for each in policies if way.capitalize() in each["spec"]["policyTypes"]]
+    chosen = [spec for spec in specs if selects(spec["podSelector"], own.labels)]
     peers = {"egress": "to", "ingress": "from"}[way]
     return not chosen or any(
         (peers not in rule or any(matches(peer, other) for peer in rule[peers]))
@@ -73,21 +70,18 @@ def allows(policies: list[Policy], own: End, other: End, port: int, way: str) ->
 
 def matches(peer: Policy, other: End) -> bool:
     if "ipBlock" in peer:
-        block = peer["ipBlock"]
-        return (
-            other.namespace is None
-            and ip_address(other.address) in ip_network(block["cidr"])
-            and not any(
-                ip_address(other.address) in ip_network(each) for each in block.get("except", [])
-            )
-        )
-    namespace = peer.get("namespaceSelector")
-    if namespace is None:
-        return other.namespace == "marsray" and selects(peer["podSelector"], other.labels)
+        block, address = peer["ipBlock"], other.address
+        is_cut = within(address, block.get("except", []))
+        return within(address, [block["cidr"]]) and not is_cut
+    namespace = peer.get("namespaceSelector", {"matchLabels": {NAMESPACE: "marsray"}})
     return other.namespace is not None and (
-        selects(namespace, {"kubernetes.io/metadata.name": other.namespace})
+        selects(namespace, {NAMESPACE: other.namespace})
         and selects(peer.get("podSelector", {}), other.labels)
     )
+
+
+def within(address: str, blocks: list[str]) -> bool:
+    return bool(address) and any(ip_address(address) in ip_network(each) for each in blocks)
 
 
 def selects(selector: Policy, labels: dict[str, str]) -> bool:

@@ -80,16 +80,6 @@ def test_proportions_equal_published_values(num_successes, num_trials, low, high
     assert found == pytest.approx((num_successes / num_trials, low, high), abs=1e-6)
 
 
-@given(st.integers(1, 10_000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
-def test_a_proportion_lies_in_its_interval_and_mirrors(counts):
-    num_successes, num_trials = counts
-    rate, low, high = proportion(num_successes, num_trials)
-    assert 0.0 <= low <= rate <= high <= 1.0
-    assert low < high
-    mirrored = proportion(num_trials - num_successes, num_trials)
-    assert mirrored == pytest.approx((1 - rate, 1 - high, 1 - low))
-
-
 # --- ratios of totals -----------------------------------------------------------------------------
 
 

@@ -63,57 +63,6 @@ async def test_the_asynchronous_client_and_streams_give_the_same_text(server, ke
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_a_streams_usage_comes_last_with_no_choice(client):
-    whole = ask(client)
-    *others, last = ask(client, stream=True, stream_options={"include_usage": True})
-    assert last.choices == []
-    assert last.usage == whole.usage
-    assert all(chunk.usage is None for chunk in others)
-
-
-def test_models_are_listed_and_found(client):
-    listed = {model.id: model for model in client.models.list().data}
-    assert listed.keys() == {"mars", "plain"}
-    assert client.models.retrieve("mars") == listed["mars"]
-    with pytest.raises(openai.NotFoundError) as error:
-        client.models.retrieve("nobody")
-    assert error.value.code == "model_not_found"
-
-
-def test_prompts_in_every_form(client):
-    texts = ["Count a box of 97 bells", "Add 2 and 4 cups"]
-    options = {"model": "mars", "max_tokens": 12}
-    alone = [client.completions.create(prompt=text, **options) for text in texts]
-    both = client.completions.create(prompt=texts, n=2, **options)
-    assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
-    expected = [each.choices[0].text for each in alone]
-    assert [choice.text for choice in both.choices] == [expected[i] for i in (0, 0, 1, 1)]
-    assert both.usage.prompt_tokens == sum(each.usage.prompt_tokens for each in alone)
-
-
-def test_scoring_by_echo(client):
-    prompt = "Add 2 and 4 cups"
-    scored = client.completions.create(
-        model="mars", prompt=prompt, max_tokens=0, echo=True, logprobs=1
-    )
-    choice = scored.choices[0]
-    assert choice.text == prompt
-    assert "".join(choice.logprobs.tokens) == prompt
-    assert choice.logprobs.token_logprobs[0] is None
-    assert all(value <= 0 for value in choice.logprobs.token_logprobs[1:])
-    assert len(choice.logprobs.tokens) == scored.usage.prompt_tokens
-    assert scored.usage.completion_tokens == 0
-
-
-def test_log_probabilities_of_a_chat(client):
-    made = ask(client, logprobs=True, top_logprobs=3, max_tokens=6).choices[0]
-    assert len(made.logprobs.content) == 6
-    for token in made.logprobs.content:
-        assert token.token == token.top_logprobs[0].token  # greedy
-        assert token.logprob == pytest.approx(token.top_logprobs[0].logprob)
-        assert len(token.top_logprobs) == 3
-
-
 @pytest.mark.parametrize("mode", ["exact", "threshold"])
 def test_output_parsed_into_a_model(client, mode):
     made = client.chat.completions.parse(
@@ -166,18 +115,6 @@ def test_streamed_tool_calls_add_up_to_the_unstreamed_ones(client):
         for each in (added, whole)
     ]
     assert functions[0] == functions[1]
-
-
-def test_a_tool_parsed_into_a_model(client):
-    made = client.chat.completions.parse(
-        model="mars",
-        messages=QUESTION,
-        tools=[openai.pydantic_function_tool(Weather)],
-        tool_choice="required",
-        max_tokens=200,
-    )
-    call = made.choices[0].message.tool_calls[0]
-    assert isinstance(call.function.parsed_arguments, Weather)
 
 
 def test_the_request_id_is_what_the_client_shows(client):

@@ -58,39 +58,6 @@ def test_output_in_a_schema_with_a_stop_string(client):
         assert json.loads(made.choices[0].message.content + "}")["n"] in (1, 22)
 
 
-def test_a_lower_threshold_takes_fewer_passes(client):
-    passes = [
-        client.chat.completions.create(
-            model="mars",
-            messages=PROMPT,
-            max_tokens=24,
-            extra_body={"confidence_threshold": threshold},
-        ).model_extra["mars"]["tokens_per_forward"]
-        for threshold in (1.0, 0.05)
-    ]
-    assert passes[0] == 1.0
-    assert passes[1] > 2.0
-
-
-def test_a_stream_has_one_event_a_pass_and_the_same_text(client):
-    options = {"model": "mars", "messages": PROMPT, "max_tokens": 24}
-    extra = {"confidence_threshold": 0.3}
-    whole = client.chat.completions.create(**options, extra_body=extra)
-    chunks = list(
-        client.chat.completions.create(
-            **options, extra_body=extra, stream=True, stream_options={"include_usage": True}
-        )
-    )
-    *events, usage = chunks
-    text = "".join(chunk.choices[0].delta.content for chunk in events)
-    assert text == whole.choices[0].message.content
-    assert len(events) == whole.model_extra["mars"]["forward_passes"]
-    assert sum(chunk.model_extra["mars"]["tokens"] for chunk in events) == (
-        usage.usage.completion_tokens
-    )
-    assert events[-1].choices[0].finish_reason == whole.choices[0].finish_reason
-
-
 async def test_many_streams_at_once_equal_their_unstreamed_twins(server, keys):
     key = keys.user
     async with openai.AsyncOpenAI(base_url=f"{server}/v1", api_key=key, max_retries=0) as client:

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import json
 
-import pytest
 import torch
-import yaml
-from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mars_platform.checkpoint.directory import add_mask_token, load_model, read_checkpoint
 from mars_platform.checkpoint.metadata import MASK_TOKEN
 from mars_platform.config import load_settings
 from mars_platform.data.rendering import render_prompt
-from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_serve.cli.completion import generate_once
 from mars_train.data.token_store import TokenStore
 from mars_train.method.layout import collate, lay_out, pack
 from mars_train.method.objective import Objective
 from mars_train.recipe import Recipe
-from mars_train.run.recipe_run import run_recipe
 from mars_train.stage.history import read_history
 
 EXPECTED_FILES = {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"}
@@ -126,9 +121,3 @@ def test_plain_transformers_generates_the_text_of_ar_mode(trained):
             str(trained.model), question, mode=Mode.AR, threshold=1.0, max_tokens=40, chat=True
         )
         assert "".join(ours.passes) == theirs
-
-
-def test_a_finished_run_is_not_entered_again(trained):
-    content = yaml.safe_load((trained.output / "recipe.yaml").read_text())
-    with pytest.raises(UserError, match=r"output: the run in .* is finished"):
-        run_recipe(Recipe.model_validate(content), Console(quiet=True))

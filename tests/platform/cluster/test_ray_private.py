@@ -39,14 +39,6 @@ def test_no_private_name_of_ray_stands_outside_its_file():
     assert found == {LAUNCHER: {"RAY_SERVE_HAPROXY_BINARY_PATH"}}
 
 
-def test_the_search_finds_the_private_names_in_their_file():
-    found = private_names_in(HOME)
-    assert "ray.serve.autoscaling_policy._apply_delay_logic" in found
-    assert "ray._private" in found
-    assert "RAY_SERVE_HAPROXY_NBTHREAD" in found
-    assert "RAY_worker_maximum_startup_concurrency" in found
-
-
 def test_the_monitors_of_a_node_are_back_after_the_block():
     from ray._private.node import Node
 

@@ -73,24 +73,6 @@ def test_threshold_one_needs_and_feeds_no_mask(model, fed):
     assert windowed(model, PROMPTS[0], max_tokens=3, num_masks=0) == decoded
 
 
-def test_an_end_token_ends_greedy_generation(model):
-    free = windowed(model, PROMPTS[0], threshold=1.0).tokens
-    end = next(token for token in free[3:] if token not in free[:3])
-    special = SpecialTokens(frozenset({end}), PLAIN.never_emitted)
-    decoded = windowed(model, PROMPTS[0], special, threshold=1.0)
-    assert decoded.tokens == free[: free.index(end) + 1]
-    assert decoded.tokens == generate(model, PROMPTS[0], 24, eos_token_id=end)
-
-
-def test_every_pass_feeds_the_committed_tokens_and_the_masks(model, fed):
-    decoded = windowed(model, PROMPTS[0], threshold=0.1, num_masks=4)
-    committed = list(PROMPTS[0])
-    assert len(fed) == len(decoded.passes)
-    for given, tokens in zip(fed, decoded.passes, strict=True):
-        assert given == committed + [MASK] * 4
-        committed += tokens
-
-
 def plain_pass(model, committed, threshold, measure):
     """Tokens of one pass, by a plain loop over depths that ends at the first unsure one."""
     with torch.no_grad():

@@ -11,24 +11,6 @@ from mars_platform.method.rules import confidence, num_accepted, visibility
 # --- acceptance -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("confidences", "threshold", "expected"),
-    [
-        pytest.param([0.9, 0.9, 0.9, 0.2, 0.9], 0.5, 3, id="only the leading run counts"),
-        pytest.param([0.01, 0.01, 0.99], 0.5, 1, id="depth 0 is always accepted"),
-        pytest.param([0.01, 0.9, 0.9, 0.1], 0.5, 3, id="depth 0 never stops the run"),
-        pytest.param([1.0, 0.5], 0.5, 2, id="the threshold is inclusive"),
-        pytest.param([1.0, 0.4999], 0.5, 1, id="just under the threshold"),
-        pytest.param([0.3, 1.0, 1.0, 0.9999], 1.0, 3, id="certainty reaches threshold 1"),
-    ],
-)
-def test_the_leading_run_that_reaches_the_threshold_is_accepted(confidences, threshold, expected):
-    proposed = torch.tensor([len(confidences)])
-    counts = num_accepted(torch.tensor([confidences]), torch.tensor([threshold]), proposed)
-    assert counts.dtype == torch.int64
-    assert counts.tolist() == [expected]
-
-
 def plain_count(confidences, threshold, num_proposed):
     count = 1
     while count < num_proposed and confidences[count] >= threshold:
@@ -84,20 +66,6 @@ def test_measures_equal_their_definitions(measure, logits, tokens):
     assert found.dtype == torch.float32
     assert found.flatten().tolist() == pytest.approx(expected, rel=1e-4, abs=2e-6)
     assert ((found >= 0) & (found <= 1)).all()
-
-
-@pytest.mark.parametrize(
-    ("measure", "expected"),
-    [
-        (Confidence.PROBABILITY, [0.5, 0.3, 0.2]),
-        (Confidence.MARGIN, [0.2, 0.0, 0.0]),
-        (Confidence.ENTROPY, [0.35713] * 3),  # H = 1.02965
-    ],
-)
-def test_measures_equal_values_computed_by_hand(measure, expected):
-    logits = torch.log(torch.tensor([0.2, 0.5, 0.3])).repeat(3, 1) - 4.0  # a shift changes nothing
-    found = confidence(logits, torch.tensor([1, 2, 0]), measure)
-    assert found.tolist() == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("measure", Confidence)

@@ -37,14 +37,13 @@ CALL = '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>'
 class ReplayingBackend:
     """A backend whose passes are given."""
 
-    def __init__(self, passes: Sequence[list[int]], reason: FinishReason) -> None:
+    def __init__(self, passes: Sequence[list[int]]) -> None:
         self.passes = list(passes)
-        self.reason = reason
 
     async def stream(self, request: Request) -> AsyncGenerator[StepOutput]:
         for index, tokens in enumerate(self.passes, start=1):
             is_last = index == len(self.passes)
-            yield StepOutput(request.id, tokens, self.reason if is_last else None)
+            yield StepOutput(request.id, tokens, FinishReason.STOP if is_last else None)
 
     async def complete(self, request: Request) -> list[StepOutput]:
         return [output async for output in self.stream(request)]
@@ -66,7 +65,6 @@ def deltas_of(
     start: Span = Span.ANSWER,
     stop: tuple[str, ...] = (),
     *,
-    reason: FinishReason = FinishReason.STOP,
     has_tools: bool = False,
 ) -> list[Delta]:
     choice = Choice(
@@ -79,7 +77,7 @@ def deltas_of(
         spans=Spans(start, MARKERS),
         reasoning=ReasoningText(),
     )
-    return asyncio.run(choice.run(ReplayingBackend(passes, reason)))
+    return asyncio.run(choice.run(ReplayingBackend(passes)))
 
 
 def divided(
@@ -152,13 +150,6 @@ def test_the_result_does_not_depend_on_the_passes_and_loses_no_text(data):
         is_kept = [before is after for before, after in pairwise(spans)]
         kept = [token for token, keeps in zip(tokens, is_kept, strict=True) if keeps]
         assert sorted("".join(whole)) == sorted(decode(TOKENIZER, kept))
-
-
-def test_max_tokens_within_the_thinking_leave_no_content():
-    deltas = deltas_of([[BEGIN], encoded("It is")], reason=FinishReason.LENGTH)
-    assert "".join(delta.reasoning for delta in deltas) == "It is"
-    assert not any(delta.text for delta in deltas)
-    assert deltas[-1].finish_reason == "length"
 
 
 @pytest.mark.parametrize("is_whole", [True, False])

@@ -3,7 +3,6 @@ from __future__ import annotations
 import copy
 import unicodedata
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -55,15 +54,6 @@ def grouped(tokens: list[int], cuts: tuple[bool, ...]) -> list[list[int]]:
 
 def spans_of(tokenizer, text):
     return tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
-
-
-def test_every_grouping_gives_whole_characters(tokenizer):
-    tokens = encode(tokenizer, MULTIBYTE, add_special_tokens=False)
-    assert len(tokens) == 10, "one token a byte"
-    for cuts in product([False, True], repeat=len(tokens) - 1):
-        parts = push_all(tokenizer, grouped(tokens, cuts))
-        assert "".join(parts) == MULTIBYTE
-        assert not any("\ufffd" in part for part in parts)
 
 
 def test_characters_come_as_soon_as_they_are_whole(tokenizer):
@@ -138,12 +128,6 @@ def test_echoed_tokens_are_spelled_out(tokenizer, data):
     assert echo.text == tokenizer.decode(tokens)
     assert echo.offsets[0] == 0
     assert echo.offsets == sorted(echo.offsets)
-
-
-def test_tokens_of_a_text_are_echoed_as_the_text(tokenizer):
-    text = "<|im_start|>user\nWhat is 3?<|im_end|>"
-    tokens = encode(tokenizer, text, add_special_tokens=True)
-    assert echo_tokens(tokenizer, tokens) == echo_text(text, spans_of(tokenizer, text))
 
 
 # Stop strings
@@ -285,7 +269,3 @@ def test_the_bytes_of_tokens_join_to_the_text(tokenizer, text):
     tokens = encode(tokenizer, text, add_special_tokens=False)
     found = b"".join(names.bytes_of(token) for token in tokens).decode()
     assert found == unicodedata.normalize("NFC", text), "as this tokenizer does with prompts"
-
-
-def test_special_tokens_are_spelled_by_name(tokenizer):
-    assert TokenBytes(tokenizer).name_of(tokenizer.eos_token_id) == "<|im_end|>"

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import threading
 from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
 
 import pytest
-import uvicorn
 from openai import OpenAI
 from rich.console import Console
 
@@ -21,6 +18,7 @@ from mars_platform.demo import measure, table
 from mars_platform.demo.measure import DemoResult, Item
 from mars_serve.engine.engine import Engine
 from rest.rest_server import ENGINE, SingleEngineBackend, app_of, served
+from web.live_server import live_server
 
 SETTINGS = table.SETTINGS[:4]
 ITEMS = [Item(f"Start with {number} hats", str(number)) for number in range(10, 16)]
@@ -34,13 +32,8 @@ def base_url(plain_dir: Path, mars_dir: Path) -> Iterator[str]:
     app = app_of(
         *(served(name, checkpoints[name], SingleEngineBackend(loops[name])) for name in loops)
     )
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None))
-    thread = threading.Thread(target=server.run, args=([listener],))
-    thread.start()
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-    server.should_exit = True
-    thread.join()
+    with live_server(app) as server:
+        yield f"{server.address}/v1"
     for loop in loops.values():
         loop.stop()
 

@@ -76,9 +76,6 @@ async def test_a_control_token_is_text_among_bad_words(client, mars):
     assert choice["token_ids"] == [end]
 
 
-# The text
-
-
 # The prompt
 
 
@@ -145,9 +142,6 @@ async def test_the_tokenizers_own_tokens_are_added_where_they_are_asked_for(
     for path, default in ((COMPLETIONS, True), (CHAT, False)):
         assert found[path, True] == found[path, False] + 1
         assert found[path, None] == found[path, default]
-
-
-ANSWER = {"role": "assistant", "content": "It is <|im_end|> 7, "}
 
 
 @pytest.mark.parametrize("content", ["It is 7, I", "It is <|im_end|> 7, ", "<|im_end|>", ""])

@@ -23,7 +23,7 @@ from mars_platform.checkpoint.metadata import MarsMetadata
 from mars_platform.method.mode import Mode
 from mars_serve.api.text import special_tokens
 from mars_serve.engine.engine import Engine
-from rest.rest_requests import CHAT, COMPLETIONS
+from rest.rest_requests import CHAT, COMPLETIONS, SHORT_TOOL_TEMPLATE
 from rest.rest_server import ENGINE, Client, SingleEngineBackend, app_of, client_of, served
 
 TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
@@ -34,15 +34,7 @@ NEXT = {
     ("tool_arguments", "</tool_call>"): "answer",
     ("tool_arguments", "<think>"): "thinking",
 }
-TEMPLATE = """
-{%- if tools %}{{ 'tools' }}{% for tool in tools %}{{ tool.function.name }}{% endfor %}{% endif %}
-{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content }}
-{%- for call in message.tool_calls or [] %}
-{{- '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
-{{- call.function.arguments | tojson }}{{ '}\n</tool_call>' }}
-{%- endfor %}{{ '<|im_end|>\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}
-{%- if thinks %}{{ '<think>' }}{% endif %}{% endif %}"""
+TEMPLATE = SHORT_TOOL_TEMPLATE + "{% if add_generation_prompt and thinks %}<think>{% endif %}"
 TOOLS = [{"type": "function", "function": {"name": "get"}}]
 BODY = {
     "model": "mars",

@@ -112,40 +112,6 @@ def test_each_output_of_a_request_has_its_own_seed(mars):
 
 
 @pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        (body_of(), None),
-        (body_of(logprobs=0), 0),
-        (body_of(logprobs=5), 5),
-        (chat_of(logprobs=False, top_logprobs=0), None),
-        (chat_of(logprobs=True), 0),
-        (chat_of(logprobs=True, top_logprobs=20), 20),
-        (body_of(prompt_logprobs=3), None),
-    ],
-)
-def test_the_number_of_log_probabilities_follows_the_request(mars, body, expected):
-    assert options_of(mars, body).num_logprobs == expected
-
-
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        (body_of(logprobs=2), None),
-        (body_of(logprobs=2, echo=True), 2),
-        (body_of(echo=True), None),
-        (body_of(echo=True, max_tokens=0), 0),
-        (body_of(prompt_logprobs=0), 0),
-        (body_of(logprobs=2, echo=True, prompt_logprobs=1), 2),
-        (body_of(logprobs=2, echo=True, prompt_logprobs=4), 4),
-        (chat_of(prompt_logprobs=4), 4),
-        (chat_of(logprobs=True, echo=True), None),
-    ],
-)
-def test_a_prompt_is_scored_for_whatever_reports_it(mars, body, expected):
-    assert options_of(mars, body).num_prompt_logprobs == expected
-
-
-@pytest.mark.parametrize(
     ("fields", "mode", "threshold"),
     [
         ({"mode": "exact"}, Mode.EXACT, 1.0),
@@ -212,44 +178,16 @@ def test_a_plain_checkpoint_takes_no_low_threshold_of_a_span(plain):
         options_of(plain, body_of(confidence_threshold={"answer": 1, "thinking": 0.9}))
 
 
-def test_the_floors_of_tiers_are_settings(mars):
-    tiers = {"default_min_threshold": 0.5, "flex_min_threshold": 0.4}
-    floors = [
-        options_of(mars, body_of(service_tier=tier), tiers=tiers).min_threshold
-        for tier in ("default", "flex")
-    ]
-    assert floors == [0.5, 0.4]
-
-
 def test_the_engine_gets_the_tier(mars):
     tiers = ("priority", "default", "auto", "flex")
     found = [options_of(mars, body_of(service_tier=tier)).tier for tier in tiers]
     assert found == [Tier.PRIORITY, Tier.DEFAULT, Tier.DEFAULT, Tier.FLEX]
 
 
-@pytest.mark.parametrize(
-    ("fields", "mode"),
-    [({}, Mode.EXACT), ({"mode": "ar"}, Mode.AR), ({"mode": "exact"}, Mode.EXACT)],
-)
-def test_priority_is_decoded_without_loss(mars, fields, mode):
-    options = options_of(mars, body_of(service_tier="priority", **fields))
-    assert (options.mode, options.threshold) == (mode, 1.0)
-
-
 def test_priority_refuses_a_mode_that_may_lose_quality(mars, plain):
     with pytest.raises(ApiError, match=r"^mode: 'threshold' .* use 'exact' or 'ar'"):
         options_of(mars, body_of(service_tier="priority", mode="threshold"))
     assert options_of(plain, body_of(service_tier="priority")).mode is Mode.AR
-
-
-@pytest.mark.parametrize("tier", ["default", "flex", "priority"])
-def test_a_tier_that_the_key_does_not_allow_is_refused(mars, tier):
-    body = body_of(service_tier=tier)
-    options_of(mars, body, caller=Caller("", tiers=frozenset({tier})))
-    others = frozenset({"default", "flex", "priority"} - {tier})
-    with pytest.raises(ApiError, match=f"^service_tier: '{tier}' is not allowed") as refusal:
-        options_of(mars, body, caller=Caller("", tiers=others))
-    assert refusal.value.status == 403
 
 
 @pytest.mark.parametrize("asked", [None, "auto"])
@@ -369,20 +307,6 @@ def test_stop_fields_become_stop_rules(mars):
     ignoring = body_of(**fields, ignore_eos=True)
     assert stop_rules(ignoring, LIMITS, ends).tokens == {5, 7}
     assert options_of(mars, ignoring).ignore_eos
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"min_tokens": 9}, r"^min_tokens: 9 is more than max_tokens, which is 8; lower it"),
-        ({"logit_bias": {"90000": 1}}, r"^logit_bias: token id 90000 is not below \d+; use"),
-        ({"stop_token_ids": [5, 90000]}, r"^stop_token_ids: token id 90000 is not below"),
-        ({"allowed_token_ids": [90000]}, r"^allowed_token_ids: token id 90000 is not below"),
-    ],
-)
-def test_values_that_this_model_cannot_serve_are_refused(mars, fields, message):
-    with pytest.raises(ApiError, match=message):
-        options_of(mars, body_of(**fields))
 
 
 def test_a_plain_model_may_be_drafted_for_by_its_text_alone(plain):

@@ -60,21 +60,6 @@ def walked(spans: Spans, model: ServedModel, text: str) -> list[Span]:
 
 
 @pytest.mark.parametrize(
-    ("turns", "hint", "start"),
-    [
-        ([USER], None, ANSWER),
-        ([USER], "x", ANSWER),  # the template writes thinking that has ended
-        ([{**USER, "content": "<think>"}], None, ANSWER),  # a client's text is no marker
-        ([{**USER, "content": "</think>"}], None, ANSWER),
-    ],
-)
-def test_an_output_begins_where_the_prompt_leads(make_model, turns, hint, start):
-    kwargs = {} if hint is None else {"hint": hint}
-    found = found_in(make_model("qwen"), messages=turns, chat_template_kwargs=kwargs)
-    assert found.start is start
-
-
-@pytest.mark.parametrize(
     ("prompt", "start"),
     [
         ("a<think>\n", THINKING),

@@ -16,16 +16,14 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
 from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
-from mars_platform.data.rendering import render_prompt
 from mars_platform.errors import UserError
 from mars_serve.api.errors import ApiError
 from mars_serve.api.messages import ToolChoice, Tools
 from mars_serve.api.tools import RequestTools, prepare_tools
-from mars_serve.api.tools.formats import CallTokens, Family, find_format
+from mars_serve.api.tools.formats import CallTokens, Family
 from mars_serve.engine.sampling.grammar import GrammarCompiler
 from mars_train.run.scratch import CHAT_TEMPLATE, train_tokenizer
 
-TURN = "<|im_start|>{{ message.role }}\n{{ message.content }}"
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 HERMES = (
     "{%- if tools %}{{- '<|im_start|>system\n<tools>' }}"
@@ -144,13 +142,6 @@ def plans(checkpoint_of: Callable[..., Checkpoint]) -> dict[Family, RequestTools
 # --- plans ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_call_format_is_found_in_the_template(checkpoint_of, family):
-    form = find_format(checkpoint_of(family).tokenizer)
-    assert form is not None
-    assert form.family is family
-
-
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -195,16 +186,6 @@ def test_the_template_gets_complete_tool_definitions(plans):
     function = {"name": "get-time", "parameters": {"type": "object", "properties": {}}}
     expected = [WEATHER_TOOL, {"type": "function", "function": function}]
     assert plans[Family.HERMES].template_tools == expected
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_tools_reach_the_prompt(checkpoint_of, family):
-    checkpoint = checkpoint_of(family)
-    messages = [{"role": "user", "content": "Rain?"}]
-    text = render_prompt(checkpoint.tokenizer, messages, plan_of(checkpoint).template_tools)
-    assert "get_weather" in text
-    assert "get-time" in text
-    assert "get_weather" not in render_prompt(checkpoint.tokenizer, messages)
 
 
 def test_the_tool_choice_selects_tools_and_forces_calls(checkpoint_of):

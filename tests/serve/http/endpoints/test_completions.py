@@ -180,18 +180,6 @@ async def test_each_of_several_prompts_is_served_as_if_alone(client, mars, kind,
     assert together["mars"]["forward_passes"] == 6 * 9
 
 
-async def test_streams_of_several_prompts_have_the_same_texts(client, mars):
-    several = prompts_of(mars, "texts")
-    body = {**COMPLETION, "prompt": several, "n": 2, "confidence_threshold": 0.05, "echo": True}
-    whole = await client.answer(COMPLETIONS, body)
-    events = await client.events(COMPLETIONS, body)
-    for choice in whole["choices"]:
-        mine = [event["choices"][0] for event in events]
-        mine = [each for each in mine if each["index"] == choice["index"]]
-        assert "".join(each["text"] for each in mine) == choice["text"]
-        assert choice["text"].startswith(several[choice["index"] // 2])
-
-
 # Echo
 
 

@@ -60,30 +60,13 @@ def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 
 
 def check(families: list[Metric]) -> None:
-    """Check what promtool requires of metrics."""
-    names = [family.name for family in families]
-    assert len(set(names)) == len(names)
+    """Check what the parser of OpenMetrics, which is strict about names and buckets, does not."""
     for family in families:
         assert NAME.fullmatch(family.name)
         assert family.documentation.endswith(".")
         assert family.type in ("counter", "gauge", "histogram")
         seen = [(sample.name, *sorted(sample.labels.items())) for sample in family.samples]
         assert len(set(seen)) == len(seen)
-        if family.type == "counter":
-            assert all(sample.name.endswith("_total") for sample in family.samples)
-        if family.type == "histogram":
-            check_histogram(family)
-
-
-def check_histogram(family: Metric) -> None:
-    counts = dict[tuple[str, str], list[float]]()
-    for sample in family.samples:
-        key = sample.labels["model"], sample.labels["replica"]
-        if sample.name.endswith("_bucket"):
-            counts.setdefault(key, []).append(sample.value)
-        elif sample.name.endswith("_count"):
-            assert counts[key][-1] == sample.value
-    assert all(each == sorted(each) for each in counts.values())
 
 
 async def test_one_response_has_the_metrics_of_ingress_and_replicas(client):

@@ -44,9 +44,7 @@ BROKEN = {
     "dead": EngineDied("secret"),
     "failed": RequestFailed("secret"),
     "odd": KeyError("secret"),
-    "remote": RayTaskError("stream", "secret", KeyError("secret")).as_instanceof_cause(),
     "remote-full": RayTaskError("stream", "secret", QueueFull("x")).as_instanceof_cause(),
-    "gone": ActorDiedError(),
     "hopeless": DeadlineMissed("the request would wait about 7.0 s", 7.0),
 }
 
@@ -138,11 +136,9 @@ MODELS = {
     "late": (503, "queue_timeout"),
     "hopeless": (503, "deadline", "deadline_ms"),
     "dead": (503, "not_ready"),
-    "gone": (503, "not_ready"),
     "remote-full": (503, "queue_full"),
     "failed": (500, "request_failed"),
     "odd": (500, "internal_error"),
-    "remote": (500, "internal_error"),
 }
 FORM = {"Content-Type": "application/x-www-form-urlencoded"}
 ERRORS: dict[str, tuple[Any, ...]] = {
@@ -308,6 +304,7 @@ async def test_a_disconnected_client_no_longer_counts_as_running(make_app):
     ("error", "status", "code"),
     [
         (WorkerCrashedError(), 503, "not_ready"),
+        (ActorDiedError(), 503, "not_ready"),
         (DeploymentUnavailableError("model"), 503, "not_ready"),
         (ReplicaUnavailableError("replica"), 503, "not_ready"),
         (RequestCancelledError("id"), 503, "not_ready"),
