@@ -9,7 +9,6 @@ import subprocess
 import sys
 from ipaddress import ip_address
 
-import openai
 import psutil
 import pytest
 
@@ -56,31 +55,6 @@ def test_output_in_a_schema_with_a_stop_string(client):
         )
         assert made.choices[0].finish_reason == "stop"
         assert json.loads(made.choices[0].message.content + "}")["n"] in (1, 22)
-
-
-async def test_many_streams_at_once_equal_their_unstreamed_twins(server, keys):
-    key = keys.user
-    async with openai.AsyncOpenAI(base_url=f"{server}/v1", api_key=key, max_retries=0) as client:
-
-        def ask(index, **options):
-            return client.chat.completions.create(
-                model="mars",
-                messages=[{"role": "user", "content": f"Add {index % 9 + 1} and {index} cups"}],
-                max_tokens=4 + index % 16,
-                extra_body={"mode": "exact"},
-                **options,
-            )
-
-        async def stream(index):
-            chunks = [chunk async for chunk in await ask(index, stream=True)]
-            choices = [chunk.choices[0] for chunk in chunks]
-            assert all(choice.finish_reason is None for choice in choices[:-1])
-            return "".join(choice.delta.content for choice in choices), choices[-1].finish_reason
-
-        together = await asyncio.gather(*(stream(index) for index in range(64)))
-        for index, (text, finish_reason) in enumerate(together):
-            alone = (await ask(index)).choices[0]
-            assert (text, finish_reason) == (alone.message.content, alone.finish_reason)
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -121,15 +121,6 @@ def demo_data(out):
     return ["data", "demo", "--out", str(out), "--examples", "20", "--eval-examples", "5"]
 
 
-def test_the_demos_data_are_written(tmp_path, capsys):
-    assert cli.run(demo_data(tmp_path / "data")) == 0
-    assert len((tmp_path / "data" / "train.jsonl").read_text().splitlines()) == 20
-    assert len((tmp_path / "data" / "eval.jsonl").read_text().splitlines()) == 5
-    output = capsys.readouterr()
-    assert "20 training and 5 held-out" in " ".join(output.out.split())
-    assert output.err == ""
-
-
 def test_existing_data_are_not_overwritten(tmp_path, refusal, capsys):
     assert cli.run(demo_data(tmp_path)) == 0
     capsys.readouterr()

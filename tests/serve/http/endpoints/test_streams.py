@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 from typing import Any
 
@@ -21,7 +20,7 @@ from rest.rest_requests import (
     CONVERSATION,
     text_of,
 )
-from rest.rest_server import BrokenBackend, app_of, served, until_idle
+from rest.rest_server import BrokenBackend, app_of, served
 
 JSON = {"content-type": "application/json"}
 
@@ -66,26 +65,6 @@ async def test_include_usage_adds_one_event(client, path):
     assert last["usage"] == whole["usage"]
     assert all(event["usage"] is None for event in events)
     assert not any("usage" in event for event in without)
-
-
-async def test_a_client_that_disconnects_from_a_stream_frees_its_pages(app, loops, monkeypatch):
-    engine = loops["mars"].engine
-    monkeypatch.setattr(engine, "step", _slowed(engine.step))
-    body = json.dumps({**COMPLETION, "max_tokens": 200, "stream": True, "mode": "ar"}).encode()
-    leaving = asgi.call(app, "POST", COMPLETIONS, JSON, chunks=[body], leave_after=2)
-    with suppress(OSError):
-        await asyncio.wait_for(leaving, timeout=60)
-    await until_idle(engine)
-
-
-def _slowed(step: Callable[[], list[StepOutput]]) -> Callable[[], list[StepOutput]]:
-    """Slow a step down so that 200 of them outlast the test."""
-
-    def slow() -> list[StepOutput]:
-        time.sleep(0.05)
-        return step()
-
-    return slow
 
 
 async def test_an_error_within_a_stream_is_its_last_event(client_over):
