@@ -18,7 +18,7 @@ from mars_autoscale.policy.settings import InnerSettings
 from mars_platform.method.mode import LiveDecoding, Mode
 
 SAMPLE_PERIOD_S = 0.5
-"""Seconds between two looks of a replica's inner loop."""
+"""Seconds between two samples of a replica's inner loop."""
 
 _MIN_FLEX_SHARE = 0.01
 """Share of the requests below which tier flex does not get rungs of its own."""
@@ -32,7 +32,7 @@ class EngineSample:
     """The state of a replica, as its inner loop sees it at one moment."""
 
     now_s: float
-    """Time in seconds on any clock; a jump of the clock costs one look."""
+    """Time in seconds on any clock; a jump of the clock costs one sample."""
     load: float
     """Requests that run or wait."""
     allowed: ThresholdRange = ANY_THRESHOLD
@@ -103,23 +103,23 @@ class InnerLoop:
         """Time since which more speed has been wanted; None while it is not."""
         self._cause = Cause.START
 
-    def update(self, look: EngineSample, /) -> InnerLoopDecision:
+    def update(self, sample: EngineSample, /) -> InnerLoopDecision:
         """Choose how to decode from now on. A load that is not finite counts as 0."""
-        load = look.load if math.isfinite(look.load) else 0.0
+        load = sample.load if math.isfinite(sample.load) else 0.0
         rows = round(min(max(load, 1.0), self._capacity.max_num_seqs))
         rungs = self._rungs(rows)
-        path = self._path(rungs, look)
-        gains = self._gains(rungs, rows, path, look)
-        wanted_gain = self._wanted_gain(load / self._capacity.max_num_seqs, look)
-        lowest = self._lowest_useful(gains, look)
+        path = self._path(rungs, sample)
+        gains = self._gains(rungs, rows, path, sample)
+        wanted_gain = self._wanted_gain(load / self._capacity.max_num_seqs, sample)
+        lowest = self._lowest_useful(gains, sample)
         was_at = self._place(rungs, path)
-        at = self._move(look.now_s, was_at, gains, wanted_gain, lowest, load)
+        at = self._move(sample.now_s, was_at, gains, wanted_gain, lowest, load)
         before = self._thresholds
         default, flex = (rungs[index] if index else self._base for index in path[at])
         self._thresholds = (default.threshold, flex.threshold)
         if self._thresholds != before:
-            is_slow = wanted_gain > look.allowed.feed_forward
-            self._cause = self._cause_of(before, look, is_by_load=is_slow, is_climb=at < was_at)
+            is_slow = wanted_gain > sample.allowed.feed_forward
+            self._cause = self._cause_of(before, sample, is_by_load=is_slow, is_climb=at < was_at)
         target_loss = self._capacity.target.loss
         return InnerLoopDecision(
             LiveDecoding(*self._thresholds, self._base.mode is Mode.EXACT),
@@ -130,16 +130,16 @@ class InnerLoop:
         )
 
     def _cause_of(
-        self, before: tuple[float, float], look: EngineSample, *, is_by_load: bool, is_climb: bool
+        self, before: tuple[float, float], sample: EngineSample, *, is_by_load: bool, is_climb: bool
     ) -> Cause:
         """Return why τ has changed from what it was before."""
         if self._thresholds < before:
             return Cause.LOAD if is_by_load else Cause.ARRIVALS
-        if not 0.0 <= look.prompt_share < self._settings.max_prompt_share:
+        if not 0.0 <= sample.prompt_share < self._settings.max_prompt_share:
             return Cause.PROMPTS
         if is_climb:
             return Cause.EASED
-        floors = look.allowed.floor_threshold, look.allowed.flex_floor_threshold
+        floors = sample.allowed.floor_threshold, sample.allowed.flex_floor_threshold
         is_below = any(value < floor for value, floor in zip(before, floors, strict=True))
         return Cause.FLOOR if is_below else Cause.ROWS
 
@@ -167,40 +167,42 @@ class InnerLoop:
             if i == 0 or (rungs[first].threshold >= default and rungs[second].threshold >= flex)
         )
 
-    def _wanted_gain(self, filled: float, look: EngineSample) -> float:
+    def _wanted_gain(self, filled: float, sample: EngineSample) -> float:
         """Return the gain over the base that a load of so many full batches needs."""
         settings = self._settings
         if filled <= settings.full:
             self._wanted_since_s = None
             return 1.0
         if self._wanted_since_s is None:
-            self._wanted_since_s = look.now_s
-        is_confirmed = not 0 <= look.now_s - self._wanted_since_s < settings.confirm_s
+            self._wanted_since_s = sample.now_s
+        is_confirmed = not 0 <= sample.now_s - self._wanted_since_s < settings.confirm_s
         target = self._capacity.target_threshold
         is_at_target = min(self._thresholds) >= target
         if is_at_target and filled < settings.urgent and not is_confirmed:
             return 1.0
         # the arrivals count only here: they say little about a replica whose batch has room
-        arrivals_gain = look.allowed.feed_forward if look.allowed.feed_forward < math.inf else 1.0
+        arrivals_gain = (
+            sample.allowed.feed_forward if sample.allowed.feed_forward < math.inf else 1.0
+        )
         return max(1.0 + settings.proportional * (filled - settings.full), arrivals_gain)
 
-    def _path(self, rungs: Sequence[Rung], look: EngineSample) -> list[_RungPair]:
+    def _path(self, rungs: Sequence[Rung], sample: EngineSample) -> list[_RungPair]:
         """Return the rung pairs that the floors allow, from the highest τ to the lowest."""
-        floors = look.allowed.floor_threshold, look.allowed.flex_floor_threshold
+        floors = sample.allowed.floor_threshold, sample.allowed.flex_floor_threshold
         default, flex = (
             max((i for i, rung in enumerate(rungs) if rung.threshold >= floor), default=0)
             for floor in floors
         )
         default = min(default, flex)  # tier default never goes below tier flex
-        flex_alone = range(flex + 1) if look.flex_share >= _MIN_FLEX_SHARE else range(1)
+        flex_alone = range(flex + 1) if sample.flex_share >= _MIN_FLEX_SHARE else range(1)
         return [*((0, i) for i in flex_alone), *((i, flex) for i in range(1, default + 1))]
 
     def _gains(
-        self, rungs: Sequence[Rung], rows: int, path: Sequence[_RungPair], look: EngineSample
+        self, rungs: Sequence[Rung], rows: int, path: Sequence[_RungPair], sample: EngineSample
     ) -> list[float]:
         """Return each pair's gain over the base with the present rows and mixture."""
-        flex = _as_share(look.flex_share)
-        pinned = min(_as_share(look.pinned_share), 1 - flex)
+        flex = _as_share(sample.flex_share)
+        pinned = min(_as_share(sample.pinned_share), 1 - flex)
         shares = (pinned, 1 - flex - pinned, flex)
         speeds = [
             self._capacity.mixed_tokens_per_s(
@@ -216,9 +218,9 @@ class InnerLoop:
         # relative to the path's first pair, whose mixture differs from its rung by a rounding
         return [speed / speeds[0] for speed in speeds]
 
-    def _lowest_useful(self, gains: Sequence[float], look: EngineSample) -> int:
+    def _lowest_useful(self, gains: Sequence[float], sample: EngineSample) -> int:
         """Return the index in the path beyond which a lower τ helps no more."""
-        share = look.prompt_share
+        share = sample.prompt_share
         if not 0.0 <= share < self._settings.max_prompt_share:
             return 0
         best = max(gains)

@@ -29,7 +29,7 @@ class Target:
 class InnerLoopPolicy(Protocol):
     """Chooses one replica's τ."""
 
-    def update(self, look: EngineSample, /) -> InnerLoopDecision:
+    def update(self, sample: EngineSample, /) -> InnerLoopDecision:
         """Choose how to decode from now on."""
 
 

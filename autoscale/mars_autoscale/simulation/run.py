@@ -117,7 +117,7 @@ class Simulation:
         for _ in range(self._num_initial):
             self._start(cold_start_s=0.0)
         self._events.at(self._begin_s, self._decide)
-        self._events.at(self._begin_s, self._look)
+        self._events.at(self._begin_s, self._sample_engines)
         self._events.at(self._trace[0].arrival_s, self._arrive)
         self._events.run()
         for replica in [*self._replicas]:
@@ -232,11 +232,11 @@ class Simulation:
         self._sample(now)
         self._events.at(now + self._policy.period_s, self._decide)
 
-    def _look(self) -> None:
+    def _sample_engines(self) -> None:
         now = self._events.now_s
         for replica, num_before in self._told():
             before = replica.decision.live
-            look = EngineSample(
+            sample = EngineSample(
                 now,
                 replica.load + num_before,
                 self._target.range,
@@ -244,12 +244,12 @@ class Simulation:
                 flex_share=replica.share(Tier.FLEX),
                 pinned_share=replica.share(Tier.PRIORITY),
             )
-            replica.follow(self._inner_loops[id(replica)].update(look))
+            replica.follow(self._inner_loops[id(replica)].update(sample))
             live = replica.decision.live
             is_changed = replace(live, is_exact=before.is_exact) != before
             self._result.num_threshold_changes += is_changed
         if now < self._end_s or self._stepping:
-            self._events.at(now + SAMPLE_PERIOD_S, self._look)
+            self._events.at(now + SAMPLE_PERIOD_S, self._sample_engines)
 
     def _told(self) -> list[tuple[Replica, int]]:
         """Return the ready replicas, each with its even part of what waits before them."""

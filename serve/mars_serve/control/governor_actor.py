@@ -24,7 +24,8 @@ from mars_serve.control.governor import IDLE_S, Governor
 from mars_serve.observability.ray_metrics import RayMirror
 
 UNREACHABLE = (RayError, RuntimeError, TimeoutError, ValueError)
-"""Errors of a call to a governor that has died, is being started by several, or whose Ray ends."""
+"""Errors of a call to a governor that has died, is being started by several, is of another version,
+does not answer in time, or whose Ray ends."""
 
 _LOG_FORMAT = "%(levelname)s %(asctime)s %(name)s %(message)s"
 
@@ -74,6 +75,8 @@ class GovernorClient:
 
         Raises:
             RayError: the new actor does not answer either.
+            RuntimeError: Ray has ended in this process.
+            ValueError: the actor cannot be found while another process starts it.
         """
         try:
             return await self._call(method, *arguments)

@@ -39,10 +39,14 @@ async def report_forever(
         try:
             async with asyncio.timeout(_ANSWER_S):
                 await asyncio.gather(*(client.call(method, *each) for each in reports()))
-            await asyncio.sleep(_PERIOD_S)
+            pause_s = _PERIOD_S
         except UNREACHABLE as error:
             _log.warning("the governor does not take reports: %s", error)
-            await asyncio.sleep(_RETRY_S)
+            pause_s = _RETRY_S
+        except Exception:  # without reports, this process's load would stay unknown for good
+            _log.exception("a report failed; trying again")
+            pause_s = _RETRY_S
+        await asyncio.sleep(pause_s)
 
 
 def report_in_thread(

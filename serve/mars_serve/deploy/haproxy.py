@@ -114,8 +114,8 @@ class CannotAmend(Exception):
         """Name an amendment by its purpose and the pattern that does not match."""
         super().__init__(
             f"cannot {purpose}: Ray Serve's configuration of HAProxy has nothing like {pattern!r}. "
-            f"marsray's amendments are for Ray {_RAY_VERSION}: install that version, or set "
-            "proxy.kind: python"
+            f"marsray's amendments are for Ray {_RAY_VERSION}: install that version, and leave out "
+            "RAY_SERVE_HAPROXY_METRICS_ENABLED=0, or set proxy.kind: python"
         )
 
 
@@ -175,7 +175,7 @@ def amendments(directory: Path, limits: ConnectionLimits) -> tuple[Amendment, ..
         Amendment(
             # HAProxy does not inherit this option from the section of defaults
             "close connections on which data was sent to a lost host",
-            r"^ +server .*?\bcheck\b(?! tcp-ut)",
+            r"^ +server \S+ \S+ check\b(?! tcp-ut)",
             lambda found: f"{found[0]} tcp-ut 10s",
             each=r"^ +server (?!.* (?:track|tcp-ut) )",
         ),

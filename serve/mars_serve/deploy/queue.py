@@ -70,7 +70,7 @@ class Lease:
     num_prompt: int
     """Tokens of the request's prompt."""
     queued: QueuedRequest[_Waiting] | None = None
-    """The request's queued; None if it did not wait."""
+    """The request's entry in the queue; None if it did not wait."""
 
 
 class RequestQueue:

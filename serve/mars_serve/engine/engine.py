@@ -190,7 +190,8 @@ class Engine:
         """From now on, choose masks by these times, if the settings and the model allow that."""
         self._audit_room.times = times
         if self._drafting.max_drafts and self.settings.adaptive_windows:
-            self._chooser = WindowChooser(times, self.window)
+            clock = clock_of(self.device.type)  # that of the table, so that both compare
+            self._chooser = WindowChooser(times, self.window, clock=clock)
 
     def measure_step_times(
         self,

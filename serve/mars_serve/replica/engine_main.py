@@ -48,6 +48,7 @@ def main() -> None:
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     (start,) = channel.receive()
     assert isinstance(start, EngineStart)
+    # loading may use all threads; steps get a number by the size of the model
     torch.set_num_threads(start.settings.num_threads or start.num_threads)
     audit = start.settings.audit
     try:
@@ -78,7 +79,7 @@ def main() -> None:
 
 
 def threads_for(start: EngineStart, num_parameters: int) -> int:
-    """Return the CPU threads of an engine, unless its settings name a number.
+    """Return the number of CPU threads that the settings name, or one for a model of this size.
 
     A small model's steps are about as short as what HTTP computes for their tokens, and all threads
     of a step wait for the one whose core HTTP takes. So that core is left to HTTP.

@@ -120,7 +120,7 @@ class InnerLoopController(ThresholdController):
 
     def step(self, now_s: float) -> None:
         """Look at the engine, choose τ and apply it."""
-        self.decision = self._inner_loop.update(self._look(self._engine.status(), now_s))
+        self.decision = self._inner_loop.update(self._sample(self._engine.status(), now_s))
         self._apply()
 
     def late_rule(self) -> LateRule | None:
@@ -132,7 +132,7 @@ class InnerLoopController(ThresholdController):
         )
         return LateRule(each_s, self._settings.objective_ttft_s)
 
-    def _look(self, status: EngineStatus, now_s: float) -> EngineSample:
+    def _sample(self, status: EngineStatus, now_s: float) -> EngineSample:
         if now_s - self._range_s > _FRESH_PERIODS * self.basis.settings.period_s:
             # the governor is silent: its floors still hold, but not what it said about arrivals
             self._range = replace(self._range, feed_forward=1.0, is_saturated=False)

@@ -24,7 +24,7 @@ from rest.rest_requests import PROMPT
 # Help
 
 
-@pytest.mark.parametrize("group", [[], ["bench"], ["data"], ["submit"]])
+@pytest.mark.parametrize("group", [[], ["bench"], ["data"]])
 def test_no_line_of_the_help_is_cut_off(group, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     assert run([*group, "--help"]) == 0

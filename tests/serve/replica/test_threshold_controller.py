@@ -109,7 +109,7 @@ async def engine():
     made.channel.close()
 
 
-def steering_of(engine, load=None, basis=BASIS, **settings):
+def controller_of(engine, load=None, basis=BASIS, **settings):
     wanted = AutoscalingSettings(max_replicas=4, **settings)
     load = load or RequestTelemetry()
     initial = PublishedThreshold(0, 1.0)
@@ -132,7 +132,7 @@ def pinned_at(threshold, version=2):
     [((0.9, 0.7), (0.9, 0.7)), ((0.95, 0.9), (0.95, 0.9)), ((1.0, 0.7), (1.0, 1.0))],
 )
 async def test_a_full_replica_lowers_the_threshold_to_the_floors(engine, floors, expected):
-    controller = steering_of(engine)
+    controller = controller_of(engine)
     controller.take(published(ThresholdRange(*floors)), 100.0)
     controller.step(100.0)
     assert engine.loop.live == LiveDecoding(1.0, 1.0)
@@ -143,14 +143,14 @@ async def test_a_full_replica_lowers_the_threshold_to_the_floors(engine, floors,
 
 async def test_the_floors_of_the_settings_hold_before_the_first_range(engine):
     outer = OuterSettings(max_replicas=4, floor_threshold=0.95, flex_floor_threshold=0.9)
-    controller = steering_of(engine, basis=AutoscalingBasis(CAPACITY, outer))
+    controller = controller_of(engine, basis=AutoscalingBasis(CAPACITY, outer))
     await engine.show(FULL)
     controller.step(100.0)
     assert engine.loop.live == LiveDecoding(0.95, 0.9)
 
 
 async def test_no_quality_is_paid_if_prompts_are_the_load(engine):
-    controller = steering_of(engine)
+    controller = controller_of(engine)
     controller.take(published(WIDE), 100.0)
     for i in range(6):  # half of the tokens that it can compute, not counting prefix hits
         more = {"num_prompt_tokens": 1_500 * i, "num_prefix_hit_tokens": 1_000 * i}
@@ -167,7 +167,7 @@ async def test_no_quality_is_paid_if_prompts_are_the_load(engine):
 
 
 async def test_a_pinned_threshold_holds_at_once_and_under_any_load(engine):
-    controller = steering_of(engine)
+    controller = controller_of(engine)
     controller.take(published(WIDE), 100.0)
     controller.take(pinned_at(0.97), 100.1)
     assert engine.loop.live == LiveDecoding(0.97)
@@ -178,7 +178,7 @@ async def test_a_pinned_threshold_holds_at_once_and_under_any_load(engine):
 
 async def test_a_pinned_threshold_keeps_mode_exact_where_it_is_the_fastest(engine):
     capacity = replace(CAPACITY, rungs=(AR, exact_rung(2.2, 5), *LADDER[1:]))
-    controller = steering_of(engine, basis=AutoscalingBasis(capacity, BASIS.settings))
+    controller = controller_of(engine, basis=AutoscalingBasis(capacity, BASIS.settings))
     controller.take(pinned_at(1.0), 100.0)
     await engine.show(FULL)
     controller.step(100.5)
@@ -186,7 +186,7 @@ async def test_a_pinned_threshold_keeps_mode_exact_where_it_is_the_fastest(engin
 
 
 async def test_a_threshold_that_is_given_back_follows_the_load_again(engine):
-    controller = steering_of(engine)
+    controller = controller_of(engine)
     controller.take(published(WIDE), 100.0)
     controller.take(pinned_at(0.97), 100.1)
     await engine.show(FULL)
@@ -219,7 +219,7 @@ def is_refused(engine, num_ahead):
 
 
 async def test_late_requests_are_refused_once_nothing_is_left_to_give(engine):
-    controller = steering_of(engine, full_load(), objective_ttft_s=3.0)
+    controller = controller_of(engine, full_load(), objective_ttft_s=3.0)
     controller.take(published(WIDE), 100.0)
     assert not is_refused(engine, 1_000)
     controller.take(published(SATURATED, 2), 100.1)
@@ -231,7 +231,7 @@ async def test_late_requests_are_refused_once_nothing_is_left_to_give(engine):
 
 async def test_a_replica_that_is_faster_now_refuses_less(engine):
     load = full_load()
-    controller = steering_of(engine, load, objective_ttft_s=3.0)
+    controller = controller_of(engine, load, objective_ttft_s=3.0)
     controller.take(published(SATURATED), 100.0)
     assert is_refused(engine, 2)
     await engine.show(FULL)
@@ -242,7 +242,7 @@ async def test_a_replica_that_is_faster_now_refuses_less(engine):
 
 async def test_nothing_is_refused_while_the_threshold_is_pinned(engine):
     load = full_load()
-    controller = steering_of(engine, load, objective_ttft_s=0.1)
+    controller = controller_of(engine, load, objective_ttft_s=0.1)
     controller.take(published(SATURATED), 100.0)
     assert is_refused(engine, 2)
     controller.take(pinned_at(0.97), 100.1)
@@ -254,7 +254,7 @@ async def test_nothing_is_refused_while_the_threshold_is_pinned(engine):
 
 async def test_only_the_floors_of_an_old_range_hold(engine):
     load = full_load()
-    controller = steering_of(engine, load, objective_ttft_s=0.1)
+    controller = controller_of(engine, load, objective_ttft_s=0.1)
     controller.take(published(ThresholdRange(0.9, 0.9, 1.8, True)), 100.0)
     await engine.show(status_of(NUM_ROWS))
     controller.step(111.0)
@@ -279,7 +279,7 @@ def stop_clock(monkeypatch):
 
 async def test_a_report_has_the_load_and_the_thresholds(engine, monkeypatch):
     stop_clock(monkeypatch)
-    controller = steering_of(engine, full_load())
+    controller = controller_of(engine, full_load())
     controller.take(published(WIDE), 100.0)
     await engine.show(FULL)
     controller.step(100.0)
@@ -339,7 +339,7 @@ async def test_the_report_of_a_hanging_engine_stays_old_if_a_client_gives_up(
 async def test_a_dead_engine_ends_the_steering_and_its_report_grows_old(
     engine, telemetry, monkeypatch
 ):
-    controller = steering_of(engine)
+    controller = controller_of(engine)
     await engine.show(FULL)
     before = telemetry.report()
     engine.loop.stop()

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 MAX_UPLOAD_MIB = 96
 """Largest upload of a job; a head's dashboard accepts less than 100 MiB in one request."""
 _STOP_WAIT_S = 600  # enough to save a checkpoint
+_AFTER_END = "submitted again, the run is resumed from its last checkpoint"
+_AFTER_CUT = "the connection to the log has ended; the job goes on, and `ray job logs` shows more"
 
 
 def submit(
@@ -35,7 +37,7 @@ def submit(
         str | None,
         typer.Option(
             help="URL of the head's dashboard, such as http://HEAD:8265; by default the value of "
-            "RAY_API_SERVER_ADDRESS or RAY_ADDRESS."
+            "RAY_API_SERVER_ADDRESS or RAY_ADDRESS, else the cluster that runs on this machine."
         ),
     ] = None,
     follow: Annotated[
@@ -59,7 +61,7 @@ def submit(
     from mars_train.recipe import Recipe
 
     recipe = load_settings(config, Recipe, set_ or [])
-    uploads = {config.name: config, **files_of(recipe, working_dir)}
+    uploads = {**files_of(recipe, working_dir), config.name: config}
     client = _connect(address)
     run = re.sub(r"[^A-Za-z0-9_.-]", "-", recipe.output.name)
     with TemporaryDirectory(prefix="marsray-") as temporary:
@@ -69,7 +71,6 @@ def submit(
             submission_id=f"{run}-{datetime.now(UTC):%Y%m%d-%H%M%S}",
             entrypoint=entrypoint(config.name, set_ or []),
             runtime_env={"working_dir": str(archive), "env_vars": job_variables(_STOP_WAIT_S)},
-            metadata={"marsray_output": str(recipe.output)},
         )
     typer.echo(f"job {job} trains into {recipe.output} on the cluster", err=as_json)
     for command in ("logs --follow", "status", "stop"):
@@ -79,8 +80,8 @@ def submit(
     if as_json:
         found = {"id": job, "output": str(recipe.output), "status": client.get_job_status(job)}
         typer.echo(json.dumps(found))
-    if follow and client.get_job_status(job) != "SUCCEEDED":
-        typer.echo("submitted again, the run is resumed from its last checkpoint", err=True)
+    if follow and (status := client.get_job_status(job)) != "SUCCEEDED":
+        typer.echo(_AFTER_END if status.is_terminal() else _AFTER_CUT, err=True)
         raise typer.Exit(1)
 
 
@@ -184,9 +185,8 @@ def _connect(address: str | None) -> JobSubmissionClient:
     from ray.job_submission import JobSubmissionClient
 
     if address is not None:
-        os.environ["RAY_API_SERVER_ADDRESS"] = address.rstrip(
-            "/"
-        )  # Ray prefers the variable to an argument
+        # Ray prefers the variable to an argument
+        os.environ["RAY_API_SERVER_ADDRESS"] = address.rstrip("/")
     try:
         return JobSubmissionClient()
     except AuthenticationError as error:
@@ -202,11 +202,15 @@ def _connect(address: str | None) -> JobSubmissionClient:
 
 
 def _follow(client: JobSubmissionClient, job: str, *, to_stderr: bool) -> None:
-    """Print a job's log until it has ended."""
+    """Print a job's log until the job or the connection has ended."""
     import asyncio
 
     async def show() -> None:
         async for text in client.tail_job_logs(job):
             typer.echo(text, nl=False, err=to_stderr)
 
-    asyncio.run(show())
+    try:
+        asyncio.run(show())
+    except KeyboardInterrupt:
+        typer.echo(_AFTER_CUT, err=True)
+        raise

@@ -114,7 +114,7 @@ class EngineClient:
     """The asyncio side of a connection to an engine that steps in another process or thread.
 
     Requests run on one event loop at a time; another loop may take over once no request is left.
-    The engine's starter has a loop, and so has every process that sends it requests.
+    The engine's starter has a client, and so has every process that sends it requests.
     """
 
     def __init__(self, channel: Channel, worker: Worker, *, is_always_heard: bool = False) -> None:
