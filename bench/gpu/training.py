@@ -1,4 +1,4 @@
-"""What does MARS training cost over AR training, with flex attention?"""
+"""Measures the cost of MARS training over AR training, with flex attention."""
 
 from __future__ import annotations
 

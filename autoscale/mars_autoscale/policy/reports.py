@@ -74,7 +74,7 @@ class RequestCounts:
     prompt_tokens: int = 0
     """Prompt tokens of the requests that came to the engine, prefix hits included."""
     prefix_hit_tokens: int = 0
-    """Those of them that were found in the prefix cache."""
+    """Prompt tokens among them that were found in the prefix cache."""
     lengths: LengthCounts = field(default_factory=LengthCounts)
     """Outputs, those of running requests included."""
     first_token: tuple[int, ...] = ()
@@ -147,4 +147,4 @@ class IngressReport:
     """Requests that have ended since its start, by outcome; see the metric
     ``marsray_requests_total``."""
     rejected: Mapping[str, int] = field(default_factory=dict)
-    """Those that were refused, by HTTP status and error code such as "503 queue_full"."""
+    """Requests that were refused, by HTTP status and error code such as "503 queue_full"."""

@@ -1,4 +1,4 @@
-"""What all request bodies share: bounds on objects, and fields that the server does not have."""
+"""Declares what all request bodies share: bounds on objects, and fields that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one key may use: requests and tokens per minute, and places in a model's queue.
+"""Limits what one key may use: requests and tokens per minute, and places in a model's queue.
 
 Prompt tokens are charged when the request arrives and output tokens once they are generated, so
 that no output length has to be guessed. A key is refused while its account is empty. Running

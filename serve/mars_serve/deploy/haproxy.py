@@ -123,7 +123,7 @@ class Amendment(NamedTuple):
     """One change of Ray Serve's configuration, which has to be possible."""
 
     purpose: str
-    """What the change does, as the end of "cannot ..."."""
+    """The purpose of the change, as the end of "cannot ..."."""
     pattern: str
     """Regular expression of the text to change; ``^`` and ``$`` match at each line."""
     replacement: Callable[[re.Match[str]], str]

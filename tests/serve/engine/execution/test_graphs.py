@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -311,3 +312,12 @@ def test_replayed_graphs_equal_eager_steps_on_a_gpu(tiny_model: Models) -> None:
         rows = [(source.choice([0, 1, 2]), source.randint(0, NUM_MASKS), True) for _ in requests]
         rows[source.randrange(MAX_ROWS)] = (1, 1, True)
         pair.assert_equal(feed(requests, rows), tolerance=0.1)
+
+
+def test_shapes_are_few_and_the_largest_comes_first() -> None:
+    sizes = GraphSizes(max_rows=32, max_row_length=89, max_num_batched_tokens=1024, max_pages=2048)
+    shapes = sizes.shapes()
+    assert max(Counter(shapes).values()) == 1
+    assert len(shapes) < 180
+    keys = [(shape.step.num_positions, shape.step.num_pages, shape.num_reads) for shape in shapes]
+    assert keys == sorted(keys, reverse=True)
