@@ -96,7 +96,7 @@ class ModelSettings(Settings):
     """CPUs that Ray reserves for a replica."""
     num_gpus: float = Field(default=0, ge=0, le=1)
     """GPUs of a replica; 0 runs it on the CPU."""
-    num_threads: int | None = Field(default=None, ge=1)
+    num_threads: int | None = Field(default=None, ge=1, le=4096)
     """Number of CPU threads of a replica; by default an equal share of the machine's cores, and one
     thread less for a model of under 30 million parameters. Where other programs need the cores,
     fewer threads are faster."""

@@ -114,8 +114,8 @@ class CannotAmend(Exception):
         """Name an amendment by its purpose and the pattern that does not match."""
         super().__init__(
             f"cannot {purpose}: Ray Serve's configuration of HAProxy has nothing like {pattern!r}. "
-            f"marsray's amendments are for Ray {_RAY_VERSION}: install that version, leave HAProxy's "
-            "metrics on as Ray does by default, or set proxy.kind: python"
+            f"marsray's amendments are for Ray {_RAY_VERSION}: install that version, leave "
+            "HAProxy's metrics on as Ray does by default, or set proxy.kind: python"
         )
 
 
