@@ -205,9 +205,14 @@ _LOOKED_UP = [
 """Requests whose prompts repeat themselves, so that drafts are looked up at their ends."""
 
 
+_CROWDED = [Arrival(0, 1, length, DecodingOptions(24, Mode.AR), "", None) for length in range(2, 9)]
+"""Requests for which the first engine has too few pages, so that some are preempted."""
+
+
 @pytest.mark.parametrize("part", [1, pytest.param(2, marks=pytest.mark.full)])
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(_LOOKED_UP, [0.95], len(SIZES) - 1)  # drawn schedules may hold few of these
+@example(_CROWDED, [1.0], 0)
 @given(st.lists(_ARRIVALS, min_size=1, max_size=8), _LIVE, st.integers(0, len(SIZES) - 1))
 def test_every_output_is_the_oracles(
     engines: list[Engine],
