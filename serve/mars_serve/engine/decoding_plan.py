@@ -1,4 +1,4 @@
-"""What a request's rows feed into steps, and which tokens are accepted. Loads no torch."""
+"""Plans what a request's rows feed into steps, and which tokens are accepted. Loads no torch."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class Request:
     span: Span = field(init=False)
     """Span of the next output token; always the answer if no span has a τ of its own."""
     plan: DecodingPlan = field(init=False)
-    """What the request's rows feed, and which tokens are accepted."""
+    """The plan of what the rows of the request feed, and of which tokens are accepted."""
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)

@@ -1,4 +1,4 @@
-"""What the benchmark of agreement counts is what the engine does."""
+"""The benchmark of agreement counts what the engine does."""
 
 import json
 
