@@ -144,19 +144,19 @@ ORDINARY = {"\n\n", "\n\n\n", "<table>"}
 
 def control_texts(family: str) -> list[str]:
     """Return the texts of a family's control tokens."""
-    own = ["<s>", "</s>", "<unk>"] if family in _PIECES else []
+    own = ["<s>", "</s>", "<unk>"] if family in BYTE_FALLBACK else []
     further = [text for text in _FURTHER.get(family, []) if text not in ORDINARY]
     return [*own, *_SPECIAL[family], *further, MASK]
 
 
-_PIECES = {"mistral", "gemma", "llama 2"}
-"""Families whose tokenizers come from SentencePiece."""
+BYTE_FALLBACK = {"mistral", "gemma", "llama 2"}
+"""Families whose tokenizers come from SentencePiece: a text without a piece becomes bytes."""
 
 
 @cache
 def tokenizer_of(family: str) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a family, with its chat template and a mask token."""
-    if family in _PIECES:
+    if family in BYTE_FALLBACK:
         tokenizer, bos, eos = _from_pieces(family), "<s>", "</s>"
     else:
         tokenizer = _byte_level(family)
@@ -200,7 +200,10 @@ def _byte_level(family: str) -> Tokenizer:
 
 
 def _from_pieces(family: str) -> Tokenizer:
-    """Return a tokenizer of pieces with a byte for what has none, whose vocabulary has ``<s>``."""
+    """Return a tokenizer of pieces with a byte for what has none, whose vocabulary has ``<s>``.
+
+    Its decoder is the published one, which but for Gemma leaves out a space that begins a text.
+    """
     space = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
     base = Tokenizer(models.BPE())
     base.pre_tokenizer = space
@@ -223,8 +226,9 @@ def _from_pieces(family: str) -> Tokenizer:
         tokenizer.normalizer = normalizers.Sequence(
             [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
         )
+    strip = [] if family == "gemma" else [decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
     tokenizer.add_special_tokens(
         [AddedToken(text, normalized=False) for text in ("<unk>", "<s>", "</s>")]
