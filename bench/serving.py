@@ -53,7 +53,8 @@ from mars_train.run.scratch import create_model
 _SIZES = ("vocab_size", "max_position_embeddings")
 _BLOCK_SIZE, _VOCABULARY, _NUM_WORDS, _MAX_LENGTH = 4, 32_000, 60_000, 2048
 _ROOT = Path(__file__).parent.parent
-_DRAWING = {"PYTHONPATH": f"{_ROOT / 'bench' / 'drawing_engines'}:{_ROOT}"}
+_PYTHON_PATH = [str(_ROOT / "bench" / "drawing_engines"), str(_ROOT), os.getenv("PYTHONPATH", "")]
+_DRAWING = {"PYTHONPATH": os.pathsep.join(filter(None, _PYTHON_PATH))}
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "DO_NOT_TRACK": "1"}
 _MODES = [Mode.AR, Mode.THRESHOLD, Mode.EXACT]
 
