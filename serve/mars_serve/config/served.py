@@ -32,13 +32,15 @@ class PublishedThreshold:
     """A live τ, or a range for it, that the governor has published to a model's replicas."""
 
     version: int
-    """Number that grows with every change."""
+    """Number that grows with every change that a replica gets to know."""
     threshold: float
     """τ in (0, 1] for requests that name none; if ``range`` is given, the replicas' mean τ."""
     range: ThresholdRange | None = None
     """Limits within which each replica sets its own τ; None if all use ``threshold``."""
     is_pinned: bool = False
     """Whether τ was set by hand; the autoscaler then leaves it alone."""
+    governor: str = ""
+    """Random id of the governor that published it; empty for one that a replica starts with."""
 
 
 @dataclass(frozen=True)

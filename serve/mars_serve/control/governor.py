@@ -11,8 +11,10 @@ import asyncio
 import logging
 import math
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 from prometheus_client.core import Metric
 
@@ -57,7 +59,11 @@ class Governor:
         self._clock = clock
         self._used_s: dict[str, float] = {}
         """Time of each model's latest call."""
+        self._id = uuid.uuid4().hex
         self._published: dict[str, PublishedThreshold] = {}
+        self._outdated: dict[str, float] = {}
+        """Version up to which values of earlier governors are outdated; infinite once τ was set by
+        hand here."""
         self._loops: dict[str, OuterLoop] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """The tasks that take each model's decisions."""
@@ -71,12 +77,11 @@ class Governor:
     ) -> PublishedThreshold:
         """Wait for a value newer than ``known``; after ``timeout_s``, return the present one.
 
-        If ``known`` is newer than the governor's value, it becomes the governor's: a governor that
-        was started again learns it that way.
+        A governor that was started again learns the value of the one before it from ``known``.
         """
         self.last_wait = time.monotonic()
         self._use(model)
-        self._take_newer(model, known)
+        self._hear(model, known)
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self._published[model].version <= known.version:
@@ -86,11 +91,12 @@ class Governor:
 
     async def value(self, model: str, known: PublishedThreshold) -> PublishedThreshold:
         """Return the latest value, which may be the caller's ``known`` one."""
-        self._take_newer(model, known)
+        self._hear(model, known)
         return self._published[model]
 
     async def set(self, model: str, threshold: float | None) -> PublishedThreshold:
         """Set a model's τ by hand, in (0, 1]; None gives it back to the autoscaler."""
+        self._outdated[model] = math.inf
         if threshold is not None:
             return self._publish(model, threshold, is_pinned=True)
         known = self._published.get(model)
@@ -215,6 +221,7 @@ class Governor:
         for name in [each for each in self._loops if now - self._used_s[each] > IDLE_S]:
             del self._loops[name]
             self._published.pop(name, None)
+            self._outdated.pop(name, None)
             if name in self._tasks:
                 self._tasks.pop(name).cancel()
         self._used_s[model] = now
@@ -240,20 +247,40 @@ class Governor:
     ) -> PublishedThreshold:
         """Publish a new value to the replicas.
 
-        Versions are milliseconds since 1970: those of a governor that was started again exceed all
-        of its predecessor's.
+        Versions are milliseconds since 1970, or count on from the highest one that was heard of:
+        the clock may have been put back.
         """
         before = self._published.get(model, PublishedThreshold(0, threshold))
         version = max(time.time_ns() // 1_000_000, before.version + 1)
-        self._take_newer(model, PublishedThreshold(version, threshold, range_, is_pinned))
+        self._show(model, PublishedThreshold(version, threshold, range_, is_pinned, self._id))
         return self._published[model]
 
-    def _take_newer(self, model: str, offered: PublishedThreshold) -> None:
+    def _hear(self, model: str, told: PublishedThreshold) -> None:
+        """Take in a value that a caller knows, perhaps one of an earlier governor.
+
+        Of those the highest version is the latest. A pinned one counts more than what was decided
+        here without knowing it, and what was set by hand here counts more than any. What counts
+        gets a version above both, whatever clocks say, so that every replica takes it.
+        """
         current = self._published.get(model)
-        if current is None or offered.version > current.version:
-            self._published[model] = offered
-            self._changed.set()  # wakes all callers that wait now
-            self._changed.clear()
+        is_own = current is not None and current.governor == self._id
+        if is_own and told.governor == self._id:
+            return
+        is_news = told.version > self._outdated.get(model, -1)
+        wins = is_news and (told.is_pinned or not is_own)
+        if is_news:
+            self._outdated[model] = told.version
+        if current is None or (wins and told.version > current.version):
+            self._show(model, told)
+        elif wins or (is_own and told.version >= current.version):
+            version = max(told.version, current.version) + 1
+            newest = told if wins else current
+            self._show(model, replace(newest, version=version, governor=self._id))
+
+    def _show(self, model: str, published: PublishedThreshold) -> None:
+        self._published[model] = published
+        self._changed.set()  # wakes all callers that wait now
+        self._changed.clear()
 
 
 def _gist(record: AutoscalerDecision) -> tuple[Reason, bool, bool, bool]:

@@ -260,6 +260,34 @@ async def test_a_pinned_threshold_survives_the_governor():
         assert await successor.value("m", START) == pinned
 
 
+async def test_a_threshold_set_at_a_successor_wins_though_its_clock_is_behind():
+    before = PublishedThreshold(2**50, 0.9, FULL_RANGE)  # by a clock far ahead
+    successor = Governor()
+    pinned = await successor.set("m", 0.97)
+    heard = await successor.wait("m", before, timeout_s=0)
+    assert (heard.threshold, heard.is_pinned) == (0.97, True)
+    assert heard.version > before.version, "the replica takes it"
+    assert await successor.wait("m", pinned, timeout_s=0) == heard
+    given_back = await successor.set("m", None)
+    assert (await successor.wait("m", heard, timeout_s=0)) == given_back
+    assert not (await successor.value("m", replace(before, is_pinned=True))).is_pinned
+
+
+async def test_a_pinned_threshold_wins_over_decisions_made_before_it_was_told():
+    pinned = await Governor().set("m", 0.97)
+    async with deciding(fine) as successor:
+        await records_of(successor, 2)
+        decided = await successor.value("m", START)
+        assert decided.version > pinned.version
+        heard = await successor.wait("m", pinned, timeout_s=0)
+        assert (heard.threshold, heard.is_pinned) == (0.97, True)
+        assert heard.version > decided.version, "replicas that have the decision take it"
+        given_back = await successor.set("m", None)
+        assert not (await successor.wait("m", heard, timeout_s=0)).is_pinned
+        assert await successor.wait("m", pinned, timeout_s=0) != pinned, "it is an old value now"
+        assert given_back.version > heard.version
+
+
 # The log
 
 
@@ -319,6 +347,7 @@ async def test_a_model_that_is_no_longer_used_is_forgotten():
     assert await governor.explain("kept") is not None
     assert not await samples_of(governor, "m")
     assert await governor.value("m", START) == START
+    assert await governor.wait("m", pinned, timeout_s=0) == pinned, "a replica was only silent"
     await asyncio.wait([loop])
     assert loop.cancelled()
 
