@@ -98,13 +98,26 @@ class Listener:
         while not self._is_closed.is_set():
             try:
                 stream, _ = self._socket.accept()
-                if self._unknown.acquire(blocking=False):
-                    threading.Thread(target=self._admit, args=[stream], daemon=True).start()
-                else:
-                    stream.close()
+                self._begin(stream)
             except (OSError, RuntimeError) as error:  # too many descriptors or threads
                 if not self._is_closed.wait(_PAUSE_S):
                     _log.warning("a connection cannot be accepted: %s", error)
+
+    def _begin(self, stream: socket.socket) -> None:
+        """Read the token of a connection in a thread, unless many are about to send theirs.
+
+        Raises:
+            RuntimeError: no thread can start.
+        """
+        if not self._unknown.acquire(blocking=False):
+            stream.close()
+            return
+        try:
+            threading.Thread(target=self._admit, args=[stream], daemon=True).start()
+        except RuntimeError:
+            self._unknown.release()
+            stream.close()
+            raise
 
     def _admit(self, stream: socket.socket) -> None:
         try:

@@ -213,3 +213,18 @@ async def test_a_process_without_free_descriptors_accepts_connections_later(
     for stream in streams:
         stream.sendall(echo.address.token)
         assert answers(Channel(stream))
+
+
+async def test_a_process_that_can_start_no_thread_accepts_connections_later(
+    echo: Echo, opened: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As many connections fail as may be about to send their token."""
+    monkeypatch.setattr(listening, "_PAUSE_S", 0.001)
+    before = threading.stack_size(2**46)  # no machine has room for such a thread
+    try:
+        for number in range(1, listening._MAX_UNKNOWN + 1):
+            raw(echo.address, opened)
+            await soon(lambda number=number: caplog.text.count("start new thread") == number)
+    finally:
+        threading.stack_size(before)
+    assert answers(connected(echo.address, opened))
