@@ -7,12 +7,9 @@ validation on the number of its mistakes.
 
 from __future__ import annotations
 
-import asyncio
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,15 +32,10 @@ MAX_VALUES_OF_ARGUMENTS = 2**15
 MAX_REPORTED = 2**16
 """Most log-probabilities that a response holds at once. Each takes half a kilobyte of memory."""
 
-_Found = TypeVar("_Found")
-_SHORT = 4096  # bytes of a text that holds nobody up
-_LONG = 2**18  # bytes of a text that takes a thread of its own
-_MAX_LONG = 32  # long texts that may wait
-_RETRY_AFTER_S = 2
-
 _OPENING, _CLOSING = b"[{", b"]}"
 _SEPARATORS = b",:"
-_LONG_NUMBER = re.compile(rb"[0-9]{400}")  # the longest float has 309 digits before its point
+_ZERO, _NUM_DIGITS = ord("0"), 10
+_MOST_DIGITS = 399  # the longest float has 309 digits before its point
 _DEPTH_OF = np.zeros(256, np.int8)
 _DEPTH_OF[list(_OPENING)] = 1
 _DEPTH_OF[list(_CLOSING)] = -1
@@ -86,7 +78,7 @@ def json_size_of(text: bytes, max_values: int | None = None) -> JsonSize:
             level = int(levels[-1])
             found.depth = max(found.depth, int(levels.max()))
         found.num_values += int(_COUNTS[codes].sum(dtype=np.int64))
-        found.has_long_number |= _LONG_NUMBER.search(codes.tobytes()) is not None
+        found.has_long_number |= _longest_run(codes - _ZERO < _NUM_DIGITS) > _MOST_DIGITS
         start = end
     return found
 
@@ -109,6 +101,12 @@ def _outside_strings(text: bytes, in_string: bool) -> tuple[NDArray[np.uint8], b
     is_inside = np.logical_xor.accumulate(is_quote) ^ in_string
     ends_inside = bool(is_inside[-1]) if len(codes) else in_string
     return codes[~(is_inside | is_quote)], ends_inside
+
+
+def _longest_run(flags: NDArray[np.bool_]) -> int:
+    """Return the length of the longest run of true values."""
+    breaks = np.flatnonzero(~flags)
+    return int(np.diff(breaks, prepend=-1, append=len(flags)).max()) - 1
 
 
 def json_length(value: Any) -> int:
@@ -177,20 +175,6 @@ def too_long(where: str, reason: str) -> ApiError:
     return invalid_value(where, reason, code="context_length_exceeded")
 
 
-def checked_size_of_chat(
-    messages: Sequence[ChatMessage],
-    tools: Sequence[Tool] | None,
-    template_kwargs: Mapping[str, Any] | None,
-    model: ServedModel,
-    limits: LimitSettings,
-) -> int:
-    """Return the bytes of a conversation's texts; refuse one that cannot fit or be read quickly."""
-    size = num_bytes_of_chat(messages, tools, template_kwargs)
-    check_length("messages", size, model, limits)
-    check_arguments(messages)
-    return size
-
-
 def check_arguments(messages: Sequence[ChatMessage]) -> None:
     """Refuse tool calls whose arguments, JSON as text, would take long to read."""
     texts = [text for message in messages for text in _arguments_of(message)]
@@ -198,10 +182,14 @@ def check_arguments(messages: Sequence[ChatMessage]) -> None:
         return
     left = MAX_VALUES_OF_ARGUMENTS
     for text in texts:
-        left -= json_size_of(text.encode("utf-8", "replace"), left).num_values
+        found = json_size_of(text.encode("utf-8", "replace"), left)
+        left -= found.num_values
         if left < 0:
             reason = f"the arguments of tool calls have over {MAX_VALUES_OF_ARGUMENTS} names and"
             raise invalid_value("messages", f"{reason} values; shorten them")
+        if found.has_long_number:
+            reason = "the arguments of a tool call have a number with too many digits; shorten it"
+            raise invalid_value("messages", reason)
 
 
 def num_bytes(text: str) -> int:
@@ -240,40 +228,3 @@ def _arguments_of(message: ChatMessage) -> Iterator[str]:
     calls = message.tool_calls if isinstance(message, PastAssistantMessage) else None
     for call in calls or ():
         yield call.function.arguments
-
-
-class TextThreads:
-    """Threads for work on texts that would hold up all other requests."""
-
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(2, "texts")
-        # A long text takes a hundred times its own memory, so there is one at a time. It has a
-        # thread of its own for shorter ones not to wait for it.
-        self._long_thread = ThreadPoolExecutor(1, "long-text")
-        self._num_long = 0
-
-    async def run(self, size: int, work: Callable[[], _Found]) -> _Found:
-        """Do some work on a text of ``size`` bytes, or that takes as long: at once if it is short.
-
-        Raises:
-            ApiError: status 503: many long texts wait already.
-        """
-        if size <= _SHORT:
-            return work()
-        loop = asyncio.get_running_loop()
-        if size <= _LONG:
-            return await loop.run_in_executor(self._threads, work)
-        if self._num_long >= _MAX_LONG:
-            reason = "many long prompts wait to be tokenized; try again shortly"
-            raise ApiError(503, reason, code="queue_full", retry_after_s=_RETRY_AFTER_S)
-        self._num_long += 1
-        try:
-            return await loop.run_in_executor(self._long_thread, work)
-        finally:
-            self._num_long -= 1
-
-    async def write(self, size: int, work: Callable[[], _Found]) -> _Found:
-        """Do some work on a response, which is never refused; see `run`."""
-        if size <= _SHORT:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)

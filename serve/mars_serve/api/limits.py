@@ -5,10 +5,11 @@ that no output length has to be guessed. A key is refused while its account is e
 requests may overdraw an account; the key then waits until it has refilled, so the rate holds over
 time. Charges are booked when the remaining amount is needed, not with every token.
 
-Each output of a request takes a place in the queue from its arrival to its end. Where there are
-several keys, one may hold as many places as are free: alone it fills half of the queue, two fill a
-third each, and others always find room. An engine that has said that it is full is not asked again
-while no place is free, so that refusals stay fast under a flood.
+A request takes a place in the queue before its body is read, and once that is known one for each
+output, until its answer has ended. Where there are several keys, one may hold as many places as are
+free: alone it fills half of the queue, two fill a third each, and others always find room. An
+engine that has said that it is full is not asked again while no place is free, so that refusals
+stay fast under a flood.
 """
 
 from __future__ import annotations
@@ -254,6 +255,17 @@ class Places:
         self.check(caller, num)
         self._held[caller.name] += num
         self._num_held += num
+        try:
+            yield
+        finally:
+            self._num_held -= num
+            self._held[caller.name] -= num
+            if not self._held[caller.name]:
+                del self._held[caller.name]
+
+    @contextmanager
+    def generating(self, num: int) -> Iterator[None]:
+        """Count ``num`` outputs as ended with the block, for the pace; not if it fails."""
         num_ended = num
         try:
             yield
@@ -261,10 +273,6 @@ class Places:
             num_ended = 0  # a refusal or failure tells nothing about the pace
             raise
         finally:
-            self._num_held -= num
-            self._held[caller.name] -= num
-            if not self._held[caller.name]:
-                del self._held[caller.name]
             self._pace.ended(num_ended)
 
     def note_full(self, num: int) -> None:

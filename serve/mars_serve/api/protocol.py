@@ -347,6 +347,12 @@ class CompletionRequest(GenerationRequest):
     text. The key needs ``control_tokens: true``."""
 
     @property
+    def num_prompts(self) -> int | None:
+        """Number of prompts in the list of them; None if there is no such list."""
+        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return None if is_one else len(self.prompt)
+
+    @property
     def limit(self) -> tuple[str, int | None]:
         """Name and value of the field that limits the output tokens."""
         return "max_tokens", self.max_tokens

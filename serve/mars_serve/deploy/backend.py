@@ -92,19 +92,18 @@ class ReplicaBackend:
         """Run a request on one replica, and note on the request where it failed."""
         self._clients.start()
         lease = await self._queue.lease(request, arrived_s)
-        num_output = num_hits = 0
+        num_hits = 0
         self._queue.sent(lease)  # nothing else runs before it is
         try:
             async with aclosing(lease.client.stream(request)) as outputs:
                 async for output in outputs:
-                    num_output += len(output.tokens)
                     num_hits += output.num_prefix_hit_tokens
                     yield output
         except EngineDied:
             request.failed_on += (lease.replica,)
             raise
         finally:
-            self._queue.ended(lease, request, num_output, num_hits)
+            self._queue.ended(lease, request, request.num_generated, num_hits)
 
     async def replicas(self) -> list[ReplicaReport]:
         """Return the reports of all replicas that answer in time."""

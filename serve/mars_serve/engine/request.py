@@ -52,6 +52,8 @@ class Request:
     """Seconds that the request waited before it was sent to an engine."""
     is_streamed: bool = True
     """Whether the outputs are wanted as they come; otherwise they are sent together at the end."""
+    num_generated: int = 0
+    """Output tokens that have come from the engine, read or not, as its sender counts them."""
     may_be_audited: bool = False
     """Whether the output may be decoded again to see what several tokens a pass have changed."""
     audited: Sequence[int] = ()

@@ -8,8 +8,8 @@ from random import Random
 from fastapi import FastAPI
 
 from mars_platform import __version__
-from mars_serve.api.bounds import TextThreads
 from mars_serve.api.limits import Places
+from mars_serve.api.text_threads import TextThreads
 from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import ServeSettings
 from mars_serve.http.endpoints.about import about_router
@@ -24,6 +24,9 @@ from mars_serve.http.middleware.recording import RecordMiddleware
 from mars_serve.http.middleware.security import add_security
 from mars_serve.http.page_files import pages_router
 from mars_serve.observability.ingress_telemetry import IngressTelemetry
+
+_LARGE_BODIES = 16
+"""Bodies of the largest size for which there is room until their texts are read."""
 
 
 def create_app(
@@ -45,7 +48,8 @@ def create_app(
     app = FastAPI(title="marsray", version=__version__, redirect_slashes=False)
     add_error_handlers(app, Random().random)
     places = _places(models, settings)
-    add_security(app, settings, places)
+    threads = TextThreads(_LARGE_BODIES * settings.limits.body_bytes)
+    add_security(app, settings, places, threads)
     tracer = None
     if settings.telemetry.tracing:
         from mars_serve.http.middleware.tracing import tracer_from_environment
@@ -64,7 +68,6 @@ def create_app(
     app.include_router(admin_router(models))
     app.include_router(dashboard_router(models))
     app.include_router(metrics_router(models, telemetry))
-    threads = TextThreads()
     app.include_router(generation_router(models, settings.limits, threads, places))
     app.include_router(tokens_router(models, settings.limits, threads))
     if settings.pages:

@@ -137,7 +137,7 @@ def waits_of(clock: FakeClock, num_held: int, *, every_s: float) -> float:
     """Return the wait with some places held, where an output ended every so many seconds."""
     places = made(clock, 10_000)
     for _ in range(100):
-        with places.take(HOG, 1):
+        with places.take(HOG, 1), places.generating(1):
             clock.now_s += every_s
     with places.take(HOG, num_held):
         return places.wait_s()
@@ -162,6 +162,6 @@ def test_refusals_do_not_count_as_ends(clock):
     places = made(clock)
     for _ in range(50):
         clock.now_s += 0.01
-        with pytest.raises(ZeroDivisionError), places.take(HOG, 1):
+        with pytest.raises(ZeroDivisionError), places.generating(1):
             raise ZeroDivisionError
     assert places.wait_s() == 1.0

@@ -46,7 +46,9 @@ class SingleEngineBackend:
         self._replica = ReplicaTelemetry("model", "only", loop)
 
     async def complete(self, request: Request) -> list[StepOutput]:
-        return [output async for output in self.loop.stream(request)]
+        request.is_streamed = False
+        async with aclosing(self.loop.stream(request)) as outputs:
+            return [output async for output in outputs]
 
     async def stream(self, request: Request) -> AsyncGenerator[StepOutput]:
         async with aclosing(self.loop.stream(request)) as outputs:

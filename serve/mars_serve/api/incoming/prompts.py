@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from mars_platform.data.prompt_encoding import Encoded, TooManyTokens
 from mars_platform.errors import UserError
 from mars_serve.api.bounds import (
-    TextThreads,
+    check_arguments,
     check_copies,
     check_length,
     check_num_ids,
-    checked_size_of_chat,
     most_tokens,
     num_bytes,
+    num_bytes_of_chat,
     too_long,
 )
 from mars_serve.api.errors import ApiError, check_token_ids, invalid_value, shown
@@ -32,12 +31,12 @@ from mars_serve.api.tools import RequestTools
 from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import LimitSettings
 
-_BYTES_OF_ID = 8
-"""Bytes of text that take as long as checking and decoding a token id."""
 _MAX_BAD_TOKENS = 1024
 """Most tokens of all bad words of a request, each form of a word counted."""
 _BYTES_OF_WORD = 256
 """Bytes of a long text that take as long to tokenize as a bad word by itself."""
+_IDS_BYTES = 4
+"""Bytes of text that take as long as a byte of token ids in a body, by their checks and echo."""
 
 BadWords = tuple[tuple[int, ...], ...]
 """The tokens of each bad word."""
@@ -73,66 +72,56 @@ class Truncation:
 
 @dataclass(frozen=True)
 class PromptReader:
-    """Tokenizes the texts of one request.
+    """Tokenizes the texts of one request, which may take long: it is made for `TextThreads`.
 
-    Its methods raise `ApiError`: status 400 for what cannot fit or may not stand in a prompt, and
-    503 while many long texts wait already.
+    Its methods raise `ApiError`: status 400 for what cannot fit or may not stand in a prompt.
     """
 
     model: ServedModel
     limits: LimitSettings
     caller: Caller
-    threads: TextThreads
 
-    async def completion(self, body: CompletionRequest, truncation: Truncation) -> list[Prompt]:
+    def completion(self, body: CompletionRequest, truncation: Truncation) -> list[Prompt]:
         """Tokenize the prompts of a completion, and cut them."""
         given = body.prompt
-        is_one = isinstance(given, str) or isinstance(given[0], int)
+        is_one = body.num_prompts is None
         several: list[str | list[int]] = [given] if is_one else given  # type: ignore[list-item,assignment]
-        num_choices = check_num_choices(body, len(several), self.limits)
+        num_choices = len(several) * (body.n or 1)
         prompts, num_tokens = list[Prompt](), 0
         for index, each in enumerate(several):
             where = "prompt" if is_one else f"prompt[{index}]"
             if isinstance(each, str):
-                prompts.append(await self._prompt_of_text(body, each, where, truncation))
+                prompts.append(self._prompt_of_text(body, each, where, truncation))
             else:
-                prompts.append(await self._prompt_of_ids(body, each, where, truncation))
+                prompts.append(self._prompt_of_ids(body, each, where, truncation))
             num_tokens += len(prompts[-1].tokens) * (body.n or 1)
             check_copies(where, num_tokens, num_choices)
         return prompts
 
-    async def _prompt_of_text(
+    def _prompt_of_text(
         self, body: CompletionRequest, text: str, where: str, truncation: Truncation
     ) -> Prompt:
         echoes = bool(body.echo)
-        found = await self.text(
+        found = self.text(
             body, text, where, with_spans=echoes, is_cut=truncation.num_kept is not None
         )
         ids = truncation.cut(found.ids)
         if not echoes:
             return Prompt(ids, where)
+        if len(ids) < len(found.ids):
+            return Prompt(ids, where, echo_tokens(self.model.checkpoint.tokenizer, ids))
+        return Prompt(ids, where, echo_text(text, found.spans))
 
-        def echo() -> EchoedPrompt:
-            if len(ids) < len(found.ids):
-                return echo_tokens(self.model.checkpoint.tokenizer, ids)
-            return echo_text(text, found.spans)
-
-        return Prompt(ids, where, await self.threads.run(len(text), echo))
-
-    async def _prompt_of_ids(
+    def _prompt_of_ids(
         self, body: CompletionRequest, given: list[int], where: str, truncation: Truncation
     ) -> Prompt:
         ids = truncation.cut(given)
         check_num_ids(where, len(ids), self.model, self.limits)
+        check_prompt_ids(where, ids, self.model, self.caller)
+        tokenizer = self.model.checkpoint.tokenizer
+        return Prompt(ids, where, echo_tokens(tokenizer, ids) if body.echo else None)
 
-        def checked() -> Prompt:
-            check_prompt_ids(where, ids, self.model, self.caller)
-            tokenizer = self.model.checkpoint.tokenizer
-            return Prompt(ids, where, echo_tokens(tokenizer, ids) if body.echo else None)
-
-        return await self.threads.run(len(ids) * _BYTES_OF_ID, checked)
-
-    async def text(
+    def text(
         self,
         body: CompletionRequest | TokenizeRequest,
         text: str,
@@ -154,15 +143,11 @@ class PromptReader:
         check_length(where, size, self.model, self.limits)
         if body.parse_special_tokens:
             _check_may_control(self.caller)
-
-        def encode() -> Encoded:
-            encoder.check_length(text, most)
-            encode_all = encoder.plain if body.parse_special_tokens else encoder.text
-            adds = body.add_special_tokens is not False
-            return encode_all(text, add_special_tokens=adds, with_spans=with_spans)
-
+        encode = encoder.plain if body.parse_special_tokens else encoder.text
+        adds = body.add_special_tokens is not False
         try:
-            found = await self.threads.run(size, encode)
+            encoder.check_length(text, most)
+            found = encode(text, add_special_tokens=adds, with_spans=with_spans)
         except TooManyTokens as error:
             raise too_long(where, str(error)) from error
         except UserError as error:
@@ -171,25 +156,27 @@ class PromptReader:
             check_prompt_ids(where, found.ids, self.model, self.caller)
         return found
 
-    def size_of_chat(
+    def check_chat(
         self, body: ChatCompletionRequest | TokenizeRequest, messages: Sequence[ChatMessage]
-    ) -> int:
-        """Return the bytes of a conversation's texts, as `chat` takes them."""
+    ) -> None:
+        """Refuse a conversation that cannot fit or be read quickly, before `chat` renders it."""
         kwargs = body.chat_template_kwargs
-        return checked_size_of_chat(messages, body.tools, kwargs, self.model, self.limits)
+        check_length(
+            "messages", num_bytes_of_chat(messages, body.tools, kwargs), self.model, self.limits
+        )
+        check_arguments(messages)
 
-    async def chat(
+    def chat(
         self,
         body: ChatCompletionRequest | TokenizeRequest,
         messages: Sequence[ChatMessage],
         tools: RequestTools | None,
         *,
-        size: int,
         is_cut: bool = False,
     ) -> list[int]:
         """Return the token ids of a conversation in the model's chat template.
 
-        One of ``size`` bytes that will be cut may have more tokens than fit.
+        One that will be cut may have more tokens than fit.
 
         Raises:
             ApiError: also where the template refuses the messages, tools or variables.
@@ -200,8 +187,7 @@ class PromptReader:
             remedy = "leave it out, or set add_generation_prompt: false"
             raise invalid_value("continue_final_message", f"{reason}; {remedy}")
         most = None if is_cut else most_tokens(self.model, self.limits)
-
-        def encode() -> list[int]:
+        try:
             return self.model.prompts.chat(
                 messages_for_template(messages),
                 tools.template_tools if tools else None,
@@ -211,29 +197,21 @@ class PromptReader:
                 add_special_tokens=bool(body.add_special_tokens),
                 max_tokens=most,
             )
-
-        try:
-            return await self.threads.run(size, encode)
         except TooManyTokens as error:
             raise too_long("messages", str(error)) from error
         except UserError as error:  # its message begins with the field's name
             param, _, reason = str(error).partition(": ")
             raise invalid_value(param, reason) from error
 
-    async def bad_words(self, body: GenerationRequest) -> BadWords:
+    def bad_words(self, body: GenerationRequest) -> BadWords:
         """Return the tokens of each bad word, as it begins a text and as it follows a space.
 
         The second form counts only if it has as many tokens and begins with another one. Otherwise
         the space is a token of its own, and the first form covers both.
         Source: vLLM, ``SamplingParams.update_from_tokenizer``.
         """
-        texts = body.bad_words or []
-        size = len(texts) * _BYTES_OF_WORD
-        return await self.threads.run(size, partial(self._encode_words, texts))
-
-    def _encode_words(self, texts: list[str]) -> BadWords:
         words = list[tuple[int, ...]]()
-        for text in texts:
+        for text in body.bad_words or ():
             word, spaced = (self._tokens_of_word(before + text.lstrip()) for before in ("", " "))
             if not word:
                 raise invalid_value("bad_words", f"{shown(text)} has no tokens; leave it out")
@@ -266,6 +244,13 @@ class PromptReader:
             room = self.model.max_length - (default_tokens if num_output is None else num_output)
             wanted = max(1, min(most, room))
         return Truncation(wanted, keeps_last=body.truncation_side != "right")
+
+
+def size_of(body: GenerationRequest, num_bytes: int) -> int:
+    """Return about how many bytes of text take as long to read as a body of ``num_bytes``."""
+    has_ids = isinstance(body, CompletionRequest) and not isinstance(body.prompt, str)
+    of_prompts = num_bytes * (_IDS_BYTES if has_ids else 1)
+    return of_prompts + _BYTES_OF_WORD * len(body.bad_words or ())
 
 
 def check_prompt_ids(where: str, ids: Sequence[int], model: ServedModel, caller: Caller) -> None:
@@ -316,10 +301,9 @@ def check_num_choices(body: GenerationRequest, num_prompts: int, limits: LimitSe
 
 def echoed_message(body: ChatCompletionRequest) -> EchoedPrompt | None:
     """Return the last message as the answer repeats it; None if it does not."""
-    last = messages_for_template(body.messages[-1:])[0]
-    if not body.echo or last["role"] != "assistant":
+    if not body.echo or body.messages[-1].role != "assistant":
         return None
-    return EchoedPrompt(last["content"])
+    return EchoedPrompt(messages_for_template(body.messages[-1:])[0]["content"])
 
 
 def _check_may_control(caller: Caller) -> None:

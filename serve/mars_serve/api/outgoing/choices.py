@@ -154,11 +154,19 @@ class Choice:
     passes: Passes = field(default_factory=Passes)
     scored: list[TokenLogprob] = field(default_factory=list)
     """Log-probabilities of the prompt's tokens from the second one on."""
+    has_ended: bool = False
+    """Whether the last of it was taken."""
     _span: Span = field(init=False)
     """Span of the next token."""
 
     def __post_init__(self) -> None:
         self._span = self.spans.start if self.spans else Span.ANSWER
+
+    @property
+    def num_charged(self) -> int:
+        """Number of output tokens to pay for: of a choice that did not end, all that were made."""
+        made = 0 if self.has_ended else self.request.num_generated
+        return max(self.passes.num_tokens, made)
 
     async def stream(self, backend: Backend) -> AsyncGenerator[Delta]:
         """Run the engine request and yield its parts; a stop string cancels the rest."""
@@ -202,6 +210,7 @@ class Choice:
         reasoning, text = self.reasoning.push(part, spans) if self.reasoning else ("", part.text)
         reported += self._reported(output, part, spans)
         reason: str | None = FinishReason.STOP if part.is_stopped else output.finish_reason
+        self.has_ended = reason is not None
         calls = list[CallPart]()
         if self.parser is not None:
             text, calls = _parts_of(self.parser.push(text, last=reason is not None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -46,6 +47,11 @@ _OVERDUE_S, _SILENT_S = 6.0, 15.0
 if its host loses power, no connection is closed."""
 _LOOK_S = 1.0
 """Seconds without an output after which a request looks whether its engine is still there."""
+
+_LAST_WORD_S = 2.0
+"""Seconds within which an engine says what it has of a cancelled request."""
+
+_log = logging.getLogger(__name__)
 
 
 class EngineDied(RuntimeError):
@@ -135,6 +141,8 @@ class EngineClient:
         self._is_always_heard = is_always_heard
         self._streams: dict[str, _Stream] = {}
         """Requests that have not ended, by id."""
+        self._cancelled: dict[str, _Stream] = {}
+        """Cancelled requests, by id, of whose tokens the engine has yet to tell."""
         self._looking: asyncio.TimerHandle | None = None
         """Timer of the next look whether the engine is still there; None without requests."""
         self.condition = Condition()
@@ -292,6 +300,22 @@ class EngineClient:
         finally:
             if not finished:
                 self._cancel(request.id)
+                is_due = not (request.is_streamed or stream.waits)
+                if is_due and self.is_alive and not self.is_overdue:
+                    await self._last_word(stream)
+
+    async def _last_word(self, stream: _Stream) -> None:
+        """Wait until the engine says which tokens it has held back of a cancelled request."""
+        request_id = stream.request.id
+        self._cancelled[request_id] = stream
+        try:
+            async with asyncio.timeout(_LAST_WORD_S):
+                while request_id in self._cancelled:
+                    await stream.outputs.get()
+        except TimeoutError:
+            _log.warning("the engine does not say how many tokens %s has", request_id)
+        finally:
+            self._cancelled.pop(request_id, None)
 
     def attach(self) -> None:
         """Read the reports on the running event loop from now on, as a first request does, too."""
@@ -449,12 +473,15 @@ class EngineClient:
             assert isinstance(notice, Heartbeat)
 
     def _deliver(self, output: StepOutput) -> None:
-        stream = self._streams.get(output.request_id)
+        name = output.request_id
+        stream = self._streams.get(name) or self._cancelled.get(name)
         if stream is None:
             return  # the request was cancelled while the step ran
+        stream.request.num_generated += len(output.tokens)
         self._note_output(stream)
         if output.finish_reason is not None:
-            del self._streams[output.request_id]
+            self._streams.pop(name, None)
+            self._cancelled.pop(name, None)
         stream.outputs.put_nowait(output)
 
     def _note_output(self, stream: _Stream) -> None:

@@ -223,6 +223,11 @@ class EngineWorker:
         self._engine.add(request)
 
     def _drop(self, request_id: str) -> None:
+        """Cancel a request, and tell its sender which of its tokens were held back."""
+        request = self._running.get(request_id)
+        if request is not None and not request.is_streamed:
+            held = request.tokens[request.num_prompt :]
+            self._tell(StepOutput(request_id, held, FinishReason.CANCELLED))
         self._engine.cancel(request_id)
         self._forget(request_id, time.monotonic())
 
@@ -381,11 +386,12 @@ class EngineWorker:
             return False
         return True
 
-    def _refuse(self, request: Request, reason: FinishReason, error: str) -> None:
-        output = StepOutput(request.id, [], reason, error=error)
-        reports = self._connections.by_sender([output], _request_of)
-        self._connections.ended(request.id)
+    def _tell(self, output: StepOutput) -> None:
         with suppress(ChannelClosed):
-            for connection, outputs in reports.items():
+            for connection, outputs in self._connections.by_sender([output], _request_of).items():
                 self._connections.send(connection, StepReport(outputs))
+
+    def _refuse(self, request: Request, reason: FinishReason, error: str) -> None:
+        self._tell(StepOutput(request.id, [], reason, error=error))
+        self._connections.ended(request.id)
         self._connections.regrant(is_short_of_pages=self._is_short_of_pages)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from mars_serve.api.bounds import TextThreads, check_copies, check_reported, most_reported
+from mars_serve.api.bounds import check_copies, check_reported, most_reported
 from mars_serve.api.errors import ApiError, invalid_value
 from mars_serve.api.incoming.options import decoding_options, stop_rules, tier_of, with_seed_of
 from mars_serve.api.incoming.prompts import (
@@ -22,6 +22,7 @@ from mars_serve.api.incoming.prompts import (
     check_num_choices,
     checked_max_tokens,
     echoed_message,
+    size_of,
 )
 from mars_serve.api.incoming.spans import spans_of
 from mars_serve.api.incoming.structure import Structure, structure_of
@@ -38,6 +39,7 @@ from mars_serve.api.protocol import (
 )
 from mars_serve.api.schema import ChatCompletionResponse, CompletionResponse, generation_described
 from mars_serve.api.text import OutputText, TokenBytes, special_tokens
+from mars_serve.api.text_threads import Load, TextThreads
 from mars_serve.api.tools import RequestTools, prepare_tools
 from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import LimitSettings
@@ -66,13 +68,15 @@ def generation_router(
     )
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Complete prompts given as text or token ids."""
-        call = _begin(models, body, request, limits, places)
-        reader = PromptReader(call.model, limits, call.caller, threads)
-        truncation = reader.truncation(body, _DEFAULT_COMPLETION_TOKENS)
-        prompts = await reader.completion(body, truncation)
-        bad_words = await reader.bad_words(body)
-        response = call.prepare(prompts, _DEFAULT_COMPLETION_TOKENS, bad_words)
-        return await _respond(call, response, threads, unknown)
+        call = _begin(models, body, request, limits, places, body.num_prompts or 1)
+        reader = PromptReader(call.model, limits, call.caller)
+
+        def read() -> ResponseBuilder:
+            truncation = reader.truncation(body, _DEFAULT_COMPLETION_TOKENS)
+            prompts = reader.completion(body, truncation)
+            return call.prepare(prompts, _DEFAULT_COMPLETION_TOKENS, reader.bad_words(body))
+
+        return await _respond(call, await call.read(threads, read), threads, unknown)
 
     @router.post(
         "/v1/chat/completions",
@@ -82,25 +86,27 @@ def generation_router(
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         """Answer a conversation."""
         call = _begin(models, body, request, limits, places)
-        reader = PromptReader(call.model, limits, call.caller, threads)
-        num_choices = check_num_choices(body, 1, limits)
-        size = reader.size_of_chat(body, body.messages)
-        truncation = reader.truncation(body, default_tokens=1)
-        checkpoint = call.model.checkpoint
-        tools = prepare_tools(body.tools, body.tool_choice, body.parallel_tool_calls, checkpoint)
-        is_cut = truncation.num_kept is not None
-        found = await reader.chat(body, body.messages, tools, size=size, is_cut=is_cut)
-        tokens = truncation.cut(found)
-        check_copies("messages", len(tokens) * num_choices, num_choices)
-        room = max(call.model.max_length - len(tokens), 1)
-        if not body.stream and body.num_logprobs is not None:
-            num_likely = max(body.num_logprobs, body.prompt_logprobs or 0)
-            num_scored = 0 if body.prompt_logprobs is None else len(tokens)
-            room = max(1, min(room, most_reported(num_choices, num_likely) - num_scored))
-        prompt = Prompt(tokens, "messages", echoed_message(body))
-        bad_words = await reader.bad_words(body)
-        response = call.prepare([prompt], room, bad_words, tools)
-        return await _respond(call, response, threads, unknown)
+        reader = PromptReader(call.model, limits, call.caller)
+
+        def read() -> ResponseBuilder:
+            reader.check_chat(body, body.messages)
+            truncation = reader.truncation(body, default_tokens=1)
+            tools = prepare_tools(
+                body.tools, body.tool_choice, body.parallel_tool_calls, call.model.checkpoint
+            )
+            is_cut = truncation.num_kept is not None
+            tokens = truncation.cut(reader.chat(body, body.messages, tools, is_cut=is_cut))
+            num_choices = body.n or 1
+            check_copies("messages", len(tokens) * num_choices, num_choices)
+            room = max(call.model.max_length - len(tokens), 1)
+            if not body.stream and body.num_logprobs is not None:
+                num_likely = max(body.num_logprobs, body.prompt_logprobs or 0)
+                num_scored = 0 if body.prompt_logprobs is None else len(tokens)
+                room = max(1, min(room, most_reported(num_choices, num_likely) - num_scored))
+            prompt = Prompt(tokens, "messages", echoed_message(body))
+            return call.prepare([prompt], room, reader.bad_words(body), tools)
+
+        return await _respond(call, await call.read(threads, read), threads, unknown)
 
     return router
 
@@ -111,18 +117,21 @@ def _begin(
     request: Request,
     limits: LimitSettings,
     places: Mapping[str, Places],
+    num_prompts: int = 1,
 ) -> _Call:
-    """Find the request's model, and refuse fields that no model supports.
+    """Find the request's model, refuse fields that no model supports, and take its places.
 
-    A request that will find no place is refused, too, before it costs more.
+    The places of its outputs take the one that it has had since its arrival.
     """
     record: RequestRecord = request.state.record
     record.model, record.stream = body.model, bool(body.stream)
     model = find_model(models, body.model)
     body.refuse_unsupported()
-    caller, of_model = request.state.caller, places[body.model]
-    of_model.check(caller, body.n or 1)
-    return _Call(body, model, caller, limits, record, of_model)
+    num_choices = check_num_choices(body, num_prompts, limits)
+    caller, of_model, held = request.state.caller, places[body.model], request.state.places
+    held.close()
+    held.enter_context(of_model.take(caller, num_choices))
+    return _Call(body, model, caller, limits, record, of_model, held, request.state.load)
 
 
 @dataclass(frozen=True)
@@ -135,8 +144,19 @@ class _Call:
     limits: LimitSettings
     record: RequestRecord
     places: Places
+    held: ExitStack
+    """Holds its places."""
+    load: Load
     start_s: float = field(default_factory=time.perf_counter)
     """Time of arrival by ``time.perf_counter``, in seconds."""
+
+    async def read(
+        self, threads: TextThreads, work: Callable[[], ResponseBuilder]
+    ) -> ResponseBuilder:
+        """Read the body's texts, which are then let go."""
+        response = await threads.run(self.load, size_of(self.body, self.load.size), work)
+        threads.end(self.load)
+        return response
 
     def prepare(
         self,
@@ -270,6 +290,7 @@ class _Call:
     def problem(self, error: Exception, response: ResponseBuilder) -> ApiError:
         """Return the API error for one that ended the generation."""
         cause = cause_of(error)
+        self.held.close()
         if isinstance(cause, QueueFull) and cause.wait_s is None:
             self.places.note_full(len(response.choices))
         return as_api_error(error, response.grammar_field, self.places.wait_s())
@@ -283,7 +304,7 @@ class _Call:
     def record_end(self, response: ResponseBuilder) -> None:
         """Complete the record of a request that has ended or failed."""
         record, passes, usage = self.record, response.passes, response.usage()
-        record.completion_tokens = usage["completion_tokens"]
+        record.completion_tokens = sum(choice.num_charged for choice in response.choices)
         record.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
         record.forward_passes = passes.num_passes
         record.queue_s = passes.queue_s
@@ -314,14 +335,15 @@ async def _respond(
         first = await anext(events)  # an error before the first event gets its own status
         return EventStream(first, events, headers)
     try:
-        with call.places.take(call.caller, len(response.choices)):
+        with call.places.generating(len(response.choices)):
             deltas = await run_all(response.choices, response.model.backend)
     except Exception as error:
         raise call.problem(error, response) from error
     finally:
         call.record_end(response)
     call.record.finish_reason = deltas[-1][-1].finish_reason
-    body = await threads.write(response.size_of(deltas), lambda: response.whole(deltas))
+    size = response.size_of(deltas)
+    body = await threads.write(call.caller, size, lambda: response.whole(deltas))
     return Response(body, media_type="application/json", headers=headers)
 
 
@@ -329,7 +351,7 @@ async def _events(call: _Call, response: ResponseBuilder) -> AsyncGenerator[byte
     """Yield an event per forward pass; an error after the first event becomes an event, too."""
     has_begun = False
     try:
-        with call.places.take(call.caller, len(response.choices)):
+        with call.places.generating(len(response.choices)):
             async with aclosing(stream_all(response.choices, response.model.backend)) as deltas:
                 async for delta in deltas:
                     call.record_delta(delta)

@@ -13,12 +13,13 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic_core import to_json
 
-from mars_serve.api.bounds import TextThreads, check_num_ids
+from mars_serve.api.bounds import check_num_ids
 from mars_serve.api.errors import check_token_ids, invalid_value
 from mars_serve.api.incoming.prompts import PromptReader
 from mars_serve.api.protocol import DetokenizeRequest, TokenizeRequest
 from mars_serve.api.schema import Shape, errors_described
 from mars_serve.api.text import decode
+from mars_serve.api.text_threads import Load, TextThreads
 from mars_serve.api.tools import prepare_tools
 from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import LimitSettings
@@ -69,10 +70,11 @@ def tokens_router(
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """Return the token ids of a prompt, or of a conversation rendered as a prompt."""
         model = _model_of(models, body.model, request)
-        tokens = await _encode(body, PromptReader(model, limits, request.state.caller, threads))
-        _charge(request, len(tokens))
+        reader = PromptReader(model, limits, request.state.caller)
 
         def answer() -> bytes:
+            tokens = _encode(body, reader)
+            _charge(request, len(tokens))
             tokenizer = model.checkpoint.tokenizer
             names = tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
             return to_json(
@@ -84,7 +86,8 @@ def tokens_router(
                 }
             )
 
-        return _json(await threads.run(len(tokens), answer))
+        load: Load = request.state.load
+        return _json(await threads.run(load, load.size, answer))
 
     @router.post("/detokenize", responses={200: {"model": DetokenizeResponse}})
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
@@ -94,10 +97,12 @@ def tokens_router(
         check_num_ids("tokens", len(ids), model, limits)
         check_token_ids("tokens", ids, len(tokenizer))
         _charge(request, len(ids))
-        text = await threads.run(
-            len(ids), lambda: decode(tokenizer, ids, skip_special_tokens=False)
-        )
-        return _json(to_json({"prompt": text}))
+
+        def answer() -> bytes:
+            return to_json({"prompt": decode(tokenizer, ids, skip_special_tokens=False)})
+
+        load: Load = request.state.load
+        return _json(await threads.run(load, load.size, answer))
 
     @router.get("/tokenizer_info", responses={200: {"model": TokenizerInfo}})
     async def tokenizer_info(request: Request, model: str | None = None) -> JSONResponse:
@@ -139,16 +144,16 @@ def _json(body: bytes) -> Response:
     return Response(body, media_type="application/json")
 
 
-async def _encode(body: TokenizeRequest, reader: PromptReader) -> list[int]:
+def _encode(body: TokenizeRequest, reader: PromptReader) -> list[int]:
     """Return the token ids of a body's prompt or conversation."""
     if body.prompt is not None and body.messages is None:
         if body.tools:
             raise invalid_value(
                 "tools", "a prompt has none; give messages instead, or leave it out"
             )
-        return (await reader.text(body, body.prompt)).ids
+        return reader.text(body, body.prompt).ids
     if body.messages is None or body.prompt is not None:
         raise invalid_value("prompt", "give either prompt or messages, and not both")
-    size = reader.size_of_chat(body, body.messages)
+    reader.check_chat(body, body.messages)
     tools = prepare_tools(body.tools, None, None, reader.model.checkpoint)
-    return await reader.chat(body, body.messages, tools, size=size)
+    return reader.chat(body, body.messages, tools)

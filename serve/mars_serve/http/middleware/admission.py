@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -63,10 +64,11 @@ def _is_post(scope: Scope) -> bool:
 
 
 class QueueMiddleware:
-    """Refuses requests to generate for which no model has a place, so that a flood costs little.
+    """Takes a place for each request to generate, before it is read and until its answer has ended.
 
-    Where another model has one, the endpoint refuses them once it has read their model. Raises the
-    `ApiError` of `Places.check`.
+    A flood that finds none costs little. The place is that of the first model which has one; the
+    endpoint changes it for those of the outputs once it has read the model, in ``state.places``.
+    Raises the `ApiError` of `Places.check`.
     """
 
     def __init__(self, app: ASGIApp, places: Mapping[str, Places]) -> None:
@@ -75,15 +77,17 @@ class QueueMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the request if it may find a place."""
-        if _is_post(scope) and path_within(scope) in _GENERATING:
-            self._check(scope["state"]["caller"], scope["state"]["record"])
-        await self._app(scope, receive, send)
+        with ExitStack() as held:
+            if _is_post(scope) and path_within(scope) in _GENERATING:
+                self._enter(scope["state"]["caller"], scope["state"]["record"], held)
+                scope["state"]["places"] = held
+            await self._app(scope, receive, send)
 
-    def _check(self, caller: Caller, record: RequestRecord) -> None:
+    def _enter(self, caller: Caller, record: RequestRecord, held: ExitStack) -> None:
         refusals = list[ApiError]()
         for places in self._places.values():
             try:
-                places.check(caller, 1)
+                held.enter_context(places.take(caller, 1))
             except ApiError as error:
                 refusals.append(error)
             else:

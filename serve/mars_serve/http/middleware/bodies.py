@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from concurrent.futures import ThreadPoolExecutor
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
@@ -15,15 +14,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mars_serve.api.bounds import json_size_of, most_depth
 from mars_serve.api.errors import ApiError
+from mars_serve.api.text_threads import LARGE, Load, TextThreads
 
 _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")  # methods whose body is not read
 _MAX_DEPTH = 100
 """Largest nesting depth of JSON. Templates and grammars recurse into values, and a Python or native
 stack that overflows may end the process."""
-_SMALL = 2**18
-"""Bodies with this many bytes are read so fast that their values need no counting."""
-_MAX_HELD = 16
-"""Bodies of the largest size whose bytes may be held at once while the rest of them arrives."""
 
 
 class BodyMiddleware:
@@ -34,37 +30,41 @@ class BodyMiddleware:
     other bodies take all room.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, max_values: int, wait_s: float) -> None:
+    def __init__(
+        self, app: ASGIApp, threads: TextThreads, max_bytes: int, max_values: int, wait_s: float
+    ) -> None:
         self._app = app
+        self._threads = threads
         self._max_bytes = max_bytes
         self._max_values = max_values
         self._wait_s = wait_s
-        # One thread lets large bodies reach the endpoints one after the other.
-        self._thread = ThreadPoolExecutor(1, "large-bodies")
-        self._num_held = 0
-        """Bytes of the bodies that are being read."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the request with its body read and checked."""
+        """Run the request with its body read and checked; its state has the body's `Load`."""
         if scope["type"] != "http" or scope["method"] in _WITHOUT_BODY:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
         self._check_encoding(headers)
-        try:
-            async with asyncio.timeout(self._wait_s):
-                body = await self._read(headers, receive)
-        except ClientDisconnect:
-            return
-        except TimeoutError as error:
-            reason = f"it did not arrive within {self._wait_s:g} s; send it faster, or send less"
-            raise ApiError(408, f"body: {reason}", code="request_timeout") from error
-        if body:
-            _check_type(headers)
-            _check_unicode(body)
-            if most_depth(body) > _MAX_DEPTH or len(body) > _SMALL:
-                await self._check_structure(body)
-        await self._app(scope, _replayed(body, receive), send)
+        with self._threads.load(scope["state"]["caller"]) as load:
+            try:
+                async with asyncio.timeout(self._wait_s):
+                    body = await self._read(headers, receive, load)
+            except ClientDisconnect:
+                return
+            except TimeoutError as error:
+                reason = (
+                    f"it did not arrive within {self._wait_s:g} s; send it faster, or send less"
+                )
+                raise ApiError(408, f"body: {reason}", code="request_timeout") from error
+            if body:
+                _check_type(headers)
+                _check_unicode(body)
+                await self._threads.begin(load)
+                if most_depth(body) > _MAX_DEPTH or len(body) > LARGE:
+                    await self._check_structure(body, load)
+            scope["state"]["load"] = load
+            await self._app(scope, _replayed(body, receive), send)
 
     def _check_encoding(self, headers: Headers) -> None:
         encoding = headers.get("content-encoding", "identity")
@@ -75,45 +75,31 @@ class BodyMiddleware:
                 code="unsupported_encoding",
             )
 
-    async def _read(self, headers: Headers, receive: Receive) -> bytes:
+    async def _read(self, headers: Headers, receive: Receive, load: Load) -> bytes:
         """Return the body; the HTTP server discards the rest of one that is too large."""
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > self._max_bytes:
             raise self._too_large()
-        parts, num_bytes, is_more = [], 0, True
-        try:
-            while is_more:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientDisconnect
-                parts.append(message.get("body", b""))
-                num_bytes += len(parts[-1])
-                self._num_held += len(parts[-1])
-                self._check_size(num_bytes)
-                is_more = message.get("more_body", False)
-        finally:
-            self._num_held -= num_bytes
+        parts, is_more = list[bytes](), True
+        while is_more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            parts.append(message.get("body", b""))
+            self._threads.add(load, len(parts[-1]))
+            if load.size > self._max_bytes:
+                raise self._too_large()
+            is_more = message.get("more_body", False)
         return b"".join(parts)
 
-    def _check_size(self, num_bytes: int) -> None:
-        """Refuse a body of which so many bytes have arrived."""
-        if num_bytes > self._max_bytes:
-            raise self._too_large()
-        if num_bytes > _SMALL and self._num_held > _MAX_HELD * self._max_bytes:
-            reason = "too many large ones arrive at once; try again shortly"
-            raise ApiError(503, f"body: {reason}", code="busy", retry_after_s=1)
-
-    async def _check_structure(self, body: bytes) -> None:
+    async def _check_structure(self, body: bytes, load: Load) -> None:
         """Refuse JSON that would take long to read, or to recurse into."""
-        if len(body) <= _SMALL:
-            found = json_size_of(body)
-        else:
-            loop = asyncio.get_running_loop()
-            found = await loop.run_in_executor(self._thread, json_size_of, body, self._max_values)
+        most = self._max_values if load.has_turn else None
+        found = await self._threads.run(load, len(body), lambda: json_size_of(body, most))
         if found.depth > _MAX_DEPTH:
             reason = f"nested more than {_MAX_DEPTH} levels deep; send a flatter one"
             raise ApiError(422, f"body: {reason}", code="unparsable")
-        if len(body) <= _SMALL:
+        if not load.has_turn:
             return
         if found.num_values > self._max_values:
             reason = f"more than the {self._max_values} names and values that this server takes"

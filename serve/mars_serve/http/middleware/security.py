@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from mars_platform.errors import UserError
 from mars_serve.api.keys import KeyRing
 from mars_serve.api.limits import KeyLimits, Places
+from mars_serve.api.text_threads import TextThreads
 from mars_serve.config.settings import ServeSettings
 from mars_serve.http.middleware.admission import AdmissionMiddleware, QueueMiddleware
 from mars_serve.http.middleware.authentication import PUBLIC_PATHS, KeyMiddleware
@@ -18,7 +19,9 @@ from mars_serve.http.middleware.errors import ErrorMiddleware
 from mars_serve.http.middleware.headers import HeaderMiddleware, OwnMachineMiddleware
 
 
-def add_security(app: FastAPI, settings: ServeSettings, places: Mapping[str, Places]) -> None:
+def add_security(
+    app: FastAPI, settings: ServeSettings, places: Mapping[str, Places], threads: TextThreads
+) -> None:
     """Guard an application's endpoints with keys and limits, and report errors of both.
 
     Raises:
@@ -35,6 +38,7 @@ def add_security(app: FastAPI, settings: ServeSettings, places: Mapping[str, Pla
     bodies = settings.limits
     app.add_middleware(
         BodyMiddleware,
+        threads=threads,
         max_bytes=bodies.body_bytes,
         max_values=bodies.body_values,
         wait_s=bodies.body_wait_s,

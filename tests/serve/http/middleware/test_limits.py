@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
@@ -18,9 +19,12 @@ from ray.serve.exceptions import (
     RequestCancelledError,
 )
 
+from decoding.local_engine_client import LocalEngineClient
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.errors import UserError
 from mars_serve.config.served import ServedModel
+from mars_serve.engine.engine import Engine
+from mars_serve.engine.execution.fault_isolation import Step
 from mars_serve.engine.ipc.client import (
     DeadlineMissed,
     EngineDied,
@@ -32,7 +36,15 @@ from mars_serve.http.middleware.errors import as_api_error
 from rest import asgi
 from rest.api_keys import bearer, key_entry
 from rest.rest_requests import COMPLETIONS
-from rest.rest_server import BrokenBackend, app_of, client_of, served
+from rest.rest_server import (
+    ENGINE,
+    BrokenBackend,
+    SingleEngineBackend,
+    app_of,
+    client_of,
+    served,
+)
+from waiting import soon
 
 GOLDEN = {"model": "mars", "prompt": "What is 3 plus 4?", "max_tokens": 12, "mode": "exact"}
 COMPLETION = {"model": "mars", "prompt": "x", "max_tokens": 2}
@@ -286,6 +298,43 @@ async def test_a_disconnected_client_no_longer_counts_as_running(make_app):
         await asyncio.wait_for(leaving, timeout=60)
     async with client_of(app) as client:
         assert (await complete(client, "one")).status_code == 200
+
+
+class SlowEngine(Engine):
+    """An engine whose outputs do not end within a test unless they are cancelled."""
+
+    def begin_step(self) -> Step | None:
+        time.sleep(0.02)
+        return super().begin_step()
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"stream": True}, {"stop": "never"}])
+async def test_tokens_are_charged_of_an_answer_that_nobody_waits_for(mars, fields):
+    """The client hangs up, and Ray Serve cancels the call."""
+    loop = LocalEngineClient(SlowEngine(mars, ENGINE))
+    keys = {"entries": [key_entry("metered", tokens_per_minute=120)]}
+    app = app_of(served("mars", mars, SingleEngineBackend(loop)), keys=keys)
+    body = {"model": "mars", "prompt": [5] * 10, "max_tokens": 200, "ignore_eos": True, **fields}
+    content = json.dumps(body).encode()
+    headers = {**JSON, **bearer("metered")}
+    try:
+        call = asyncio.create_task(asgi.call(app, "POST", COMPLETIONS, headers, chunks=[content]))
+        await soon(lambda: made_of(loop.engine) >= 20)
+        call.cancel()
+        with suppress(asyncio.CancelledError):
+            await call
+        async with client_of(app, headers=bearer("metered")) as client:
+            response = await client.post("/detokenize", json={"model": "mars", "tokens": []})
+        charged = 110 - int(response.headers["x-ratelimit-remaining-tokens"])
+    finally:
+        loop.stop()
+    assert 10 <= charged <= 80, "some were given back meanwhile, at two a second"
+
+
+def made_of(engine: Engine) -> int:
+    """Return the output tokens of an engine's requests."""
+    running = list(engine._requests.values())
+    return sum(len(each.tokens) - each.num_prompt for each in running)
 
 
 # Errors raised by Ray

@@ -10,11 +10,14 @@ from typing import Any
 
 import httpx2
 import pytest
+from fastapi import FastAPI
 
 from decoding.local_engine_client import LocalEngineClient
+from mars_platform.data.prompt_encoding import PromptEncoder
 from mars_serve.engine.ipc.client import QueueFull
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
+from rest import asgi
 from rest.api_keys import bearer, key_entry
 from rest.rest_requests import COMPLETIONS
 from rest.rest_server import ENGINE, Client, SingleEngineBackend, app_of, client_of, served
@@ -54,11 +57,15 @@ async def backend(mars, make_loop) -> HeldBackend:
     return HeldBackend(make_loop(mars))
 
 
-def client_over(mars, backend: HeldBackend, **settings: Any) -> Client:
+def app_over(mars, backend: HeldBackend, **settings: Any) -> FastAPI:
     model = served("mars", mars, backend)
     engine = ENGINE.model_copy(update={"max_requests": SIZE})
     sized = replace(model, settings=model.settings.model_copy(update={"engine": engine}))
-    return client_of(app_of(sized, **settings))
+    return app_of(sized, **settings)
+
+
+def client_over(mars, backend: HeldBackend, **settings: Any) -> Client:
+    return client_of(app_over(mars, backend, **settings))
 
 
 async def post(client: Client, key: str | None = None, **fields: Any) -> httpx2.Response:
@@ -115,6 +122,84 @@ async def test_a_single_key_fills_the_queue_and_a_full_engine_is_not_asked_again
         backend.go_on.set()
         assert Counter(each.status_code for each in await asyncio.gather(*sent))[200] == SIZE
         assert (await post(client, key)).status_code == 200
+
+
+async def half_sent(app: FastAPI, key: str, leaves: asyncio.Event) -> None:
+    """Send the beginning of a body, and hang up when told to."""
+    incoming = [{"type": "http.request", "body": b"{", "more_body": True}]
+
+    async def receive() -> dict[str, Any]:
+        if incoming:
+            return incoming.pop()
+        await leaves.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(_: object) -> None:
+        raise AssertionError
+
+    await app(asgi.scope_of("POST", COMPLETIONS, {**JSON, **bearer(key)}), receive, send)
+
+
+async def test_a_request_has_its_place_before_its_body_is_read(mars, backend):
+    keys = {"entries": [key_entry("hog"), key_entry("other")]}
+    backend.go_on.set()
+    app = app_over(mars, backend, keys=keys)
+    leaves = asyncio.Event()
+    sent = [asyncio.create_task(half_sent(app, "hog", leaves)) for _ in range(SIZE // 2)]
+    async with client_of(app) as client:
+        await asyncio.sleep(0)
+        assert (await post(client, "hog")).status_code == 429
+        assert (await post(client, "other")).status_code == 200
+        leaves.set()
+        await asyncio.gather(*sent)
+        assert (await post(client, "hog")).status_code == 200, "the places are free again"
+
+
+async def test_no_more_texts_are_tokenized_than_a_key_has_places(mars, backend, monkeypatch):
+    num_read, read = 0, PromptEncoder.text
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal num_read
+        num_read += 1
+        return read(*args, **options)
+
+    monkeypatch.setattr(PromptEncoder, "text", counted)
+    keys = {"entries": [key_entry("hog"), key_entry("other")]}
+    async with client_over(mars, backend, keys=keys) as client:
+        words = [str(number) for number in range(20)]  # so many that a thread tokenizes them
+        sent = await flood(client, "hog", SIZE // 2, prompt=[5], bad_words=words)
+        backend.go_on.set()
+        await asyncio.gather(*sent)
+    assert num_read == SIZE // 2 * 2 * len(words)
+
+
+FAILURES: dict[str, dict[str, Any]] = {
+    "no JSON": {"content": b"{"},
+    "no object": {"content": b"[]"},
+    "type": {"content": b"{}", "headers": {"Content-Type": "text/plain"}},
+    "value": {"json": {**BODY, "temperature": 9}},
+    "model": {"json": {**BODY, "model": "none"}},
+    "too long": {"json": {**BODY, "prompt": "plus " * 3000}},
+    "long number": {"content": b"[" + b"9" * 2**19},
+    "stream": {"json": {**BODY, "stream": True, "prompt_logprobs": 1}},
+    "stop": {"json": {**BODY, "stop": ["x"] * 20}},
+}
+
+
+@pytest.mark.parametrize("case", FAILURES)
+async def test_a_request_that_fails_keeps_no_place(mars, backend, case):
+    keys = {"entries": [key_entry("hog"), key_entry("other")]}
+    backend.go_on.set()
+    request = FAILURES[case]
+    headers = {**JSON, **bearer("hog"), **request.get("headers", {})}
+    async with client_over(mars, backend, keys=keys) as client:
+        for _ in range(SIZE):
+            response = await client.post(COMPLETIONS, **{**request, "headers": headers})
+            assert 400 <= response.status_code < 500
+        assert [
+            each.status_code
+            for each in await asyncio.gather(*(post(client, "hog") for _ in range(SIZE // 2)))
+        ] == [200] * (SIZE // 2)
 
 
 async def test_a_limit_of_outputs_per_key_is_a_setting(mars, backend):

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mars_platform.errors import UserError
+from mars_serve.api.text_threads import TextThreads
 from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import ServeSettings
 from mars_serve.http.middleware.authentication import PUBLIC_PATHS
@@ -171,7 +172,7 @@ async def test_websockets_are_refused():
 
     app = FastAPI()
     app.websocket("/v1/live")(lambda socket: socket.accept())
-    add_security(app, ServeSettings(models=[{"name": "a", "path": "a"}]), {})
+    add_security(app, ServeSettings(models=[{"name": "a", "path": "a"}]), {}, TextThreads(0))
     await app({"type": "websocket", "path": "/v1/live", "headers": []}, None, send)
     assert sent == [{"type": "websocket.close", "code": 1008}]
 
@@ -285,11 +286,11 @@ def test_a_process_without_its_drivers_keys_does_not_open_the_server(models, mon
     monkeypatch.setenv("MARSRAY_API_KEYS", json.dumps({"keys": [key_entry(PLAIN)]}))
     made = ServeSettings(models=[models[0].settings], host="192.0.2.1")
     captured = made.model_copy(update={"keys": made.keys.captured()})
-    add_security(FastAPI(), made, {})
+    add_security(FastAPI(), made, {}, TextThreads(0))
     monkeypatch.delenv("MARSRAY_API_KEYS")
     with pytest.raises(UserError, match=r"^keys: "):
-        add_security(FastAPI(), made, {})
-    add_security(FastAPI(), captured, {})
+        add_security(FastAPI(), made, {}, TextThreads(0))
+    add_security(FastAPI(), captured, {}, TextThreads(0))
 
 
 # Bodies

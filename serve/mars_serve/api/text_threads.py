@@ -1,0 +1,164 @@
+"""Work on clients' texts that would hold up the event loop: in few threads, by turns among keys.
+
+However much one key sends, another's next text waits for what has begun only, and for none of the
+texts that wait. A body takes room from its first byte until its texts are read, of which each key
+may have as much as is free. So one that is alone fills half of it, and others always find room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from mars_serve.api.errors import ApiError
+from mars_serve.api.keys import Caller
+
+LARGE = 2**18
+"""Bytes of the largest body that is read beside others; larger ones are read one at a time."""
+_SHORT = 4096  # bytes of a text that holds nobody up
+_NUM_THREADS = 2
+_RETRY_AFTER_S = 1
+
+_Found = TypeVar("_Found")
+
+
+class Turns:
+    """A number of turns, which keys take one after the other and one of them never all of."""
+
+    def __init__(self, num: int) -> None:
+        self._num = self._num_free = num
+        self._most = 1
+        """Turns that one key may have at once."""
+        self._held = Counter[str]()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        """What waits, by key; the key whose turn was last is the last."""
+
+    async def take(self, caller: Caller) -> None:
+        """Wait for a turn, which lasts until `end`."""
+        self._most = self._num if caller.is_alone else max(self._num - 1, 1)
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(caller.name, deque()).append(turn)
+        self._give()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # it came in the same instant
+                self.end(caller)
+            raise
+
+    def end(self, caller: Caller) -> None:
+        """End a turn, so that others get it."""
+        self._num_free += 1
+        self._held[caller.name] -= 1
+        self._give()
+
+    def _give(self) -> None:
+        while self._num_free:
+            due = (key for key in self._waiting if self._held[key] < self._most)
+            key = next(due, None)
+            if key is None:
+                return
+            turns = self._waiting.pop(key)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[key] = turns
+            if not turn.done():
+                self._num_free -= 1
+                self._held[key] += 1
+                turn.set_result(None)
+
+
+@dataclass(eq=False)
+class Load:
+    """What a request's body takes of the process until its texts are read."""
+
+    caller: Caller
+    size: int = 0
+    """Bytes that have arrived."""
+    has_turn: bool = False
+    """Whether it is the large body that is being read."""
+
+
+class TextThreads:
+    """Threads that read clients' texts and write large responses.
+
+    Args:
+        room: Bytes that large bodies may take together.
+    """
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._taken = Counter[str]()
+        """Bytes by the name of the key whose bodies take them."""
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "texts")
+        self._turns = Turns(_NUM_THREADS)
+        # A long text takes a hundred times its own memory, so there is one at a time. It has a
+        # thread of its own for shorter ones not to wait for it.
+        self._large_thread = ThreadPoolExecutor(1, "large-text")
+        self._large_turns = Turns(1)
+
+    @contextmanager
+    def load(self, caller: Caller) -> Iterator[Load]:
+        """Yield the load of a body that is to arrive; the block ends it if nothing else does."""
+        load = Load(caller)
+        try:
+            yield load
+        finally:
+            self.end(load)
+
+    def add(self, load: Load, num_bytes: int) -> None:
+        """Count bytes that have arrived of a body.
+
+        Raises:
+            ApiError: status 503: other bodies of the key, or of all keys, take its room.
+        """
+        load.size += num_bytes
+        name, room = load.caller.name, self._room
+        self._taken[name] += num_bytes
+        if load.size <= LARGE:
+            room *= 2  # small ones go on beside large ones that arrive slowly
+        taken = self._taken.total() + (0 if load.caller.is_alone else self._taken[name])
+        if taken > room and self._taken[name] > load.size:
+            reason = "too many large ones arrive at once; try again shortly"
+            raise ApiError(503, f"body: {reason}", code="busy", retry_after_s=_RETRY_AFTER_S)
+
+    async def begin(self, load: Load) -> None:
+        """Wait until a body that has arrived may be read, which lasts until `end`."""
+        if load.size > LARGE:
+            await self._large_turns.take(load.caller)
+            load.has_turn = True
+
+    def end(self, load: Load) -> None:
+        """Give back what a body takes, once its texts are read or it is given up."""
+        name = load.caller.name
+        self._taken[name] -= load.size
+        if not self._taken[name]:
+            del self._taken[name]
+        load.size = 0
+        if load.has_turn:
+            load.has_turn = False
+            self._large_turns.end(load.caller)
+
+    async def run(self, load: Load, size: int, work: Callable[[], _Found]) -> _Found:
+        """Do some work on a body that takes as long as on a text of ``size`` bytes."""
+        if load.has_turn:
+            return await asyncio.get_running_loop().run_in_executor(self._large_thread, work)
+        return await self.write(load.caller, size, work)
+
+    async def write(self, caller: Caller, size: int, work: Callable[[], _Found]) -> _Found:
+        """Do some work that takes as long as on a text of ``size`` bytes: at once if it is short.
+
+        Nothing stops a thread, so work whose request was cancelled keeps its turn to its end.
+        """
+        if size <= _SHORT:
+            return work()
+        await self._turns.take(caller)
+        loop = asyncio.get_running_loop()
+        future = self._threads.submit(work)
+        future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._turns.end, caller))
+        return await asyncio.wrap_future(future)

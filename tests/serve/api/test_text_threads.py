@@ -1,0 +1,187 @@
+"""Work on clients' texts: beside the event loop, by turns among keys, and with room for others."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from mars_serve.api.errors import ApiError
+from mars_serve.api.keys import Caller
+from mars_serve.api.text_threads import LARGE, Load, TextThreads, Turns
+
+SHORT, MEDIUM = 4096, LARGE
+ROOM = 16 * LARGE
+HANG_S = 30
+NUM = 7
+ALONE = Caller("")
+HOG, OTHER, THIRD = (Caller(name, is_alone=False) for name in ("hog", "other", "third"))
+
+
+@pytest.fixture
+def threads() -> TextThreads:
+    return TextThreads(ROOM)
+
+
+async def read(
+    threads: TextThreads, caller: Caller, size: int, work: Callable[[], object]
+) -> object:
+    """Read a body of some size, as a request does."""
+    with threads.load(caller) as load:
+        threads.add(load, size)
+        await threads.begin(load)
+        return await threads.run(load, size, work)
+
+
+async def test_short_work_is_done_at_once(threads):
+    assert await read(threads, ALONE, SHORT, threading.get_ident) == threading.get_ident()
+
+
+@pytest.mark.parametrize("size", [SHORT + 1, MEDIUM, LARGE + 1])
+async def test_longer_work_goes_on_beside_the_loop(threads, size):
+    begun, may_end = threading.Event(), threading.Event()
+
+    def work() -> bool:
+        begun.set()
+        return may_end.wait(HANG_S)
+
+    tasks = [
+        asyncio.create_task(read(threads, ALONE, size, work)),
+        asyncio.create_task(threads.write(ALONE, size, work)),
+    ]
+    assert await asyncio.to_thread(begun.wait, HANG_S)
+    may_end.set()  # which the loop could not do if it waited itself
+    assert await asyncio.gather(*tasks) == [True, True]
+
+
+async def test_one_large_body_is_read_at_a_time_and_shorter_ones_pass_it(threads):
+    may_end = threading.Event()
+    running, most = 0, 0
+
+    def work() -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        assert may_end.wait(HANG_S)
+        running -= 1
+
+    tasks = [asyncio.create_task(read(threads, ALONE, LARGE + 1, work)) for _ in range(4)]
+    assert await read(threads, ALONE, MEDIUM, lambda: "passed") == "passed"
+    may_end.set()
+    await asyncio.gather(*tasks)
+    assert most == 1
+
+
+@pytest.mark.parametrize("size", [SHORT + 1, LARGE + 1])
+async def test_the_texts_of_one_key_do_not_keep_those_of_another_waiting(threads, size):
+    """Another's is the next to begin, however many of the first key's wait."""
+    order, begun, may_end = list[str](), threading.Event(), threading.Event()
+
+    def work(name: str) -> None:
+        order.append(name)
+        begun.set()
+        assert may_end.wait(HANG_S)
+
+    tasks = [asyncio.create_task(read(threads, HOG, size, lambda: work("hog"))) for _ in range(NUM)]
+    assert await asyncio.to_thread(begun.wait, HANG_S)
+    tasks += [
+        asyncio.create_task(read(threads, caller, size, lambda name=caller.name: work(name)))
+        for caller in (OTHER, THIRD)
+    ]
+    await asyncio.sleep(0)
+    if size < LARGE:
+        while len(order) < 2:  # the last thread is kept from a key that has all others
+            await asyncio.sleep(0.001)
+        assert order == ["hog", "other"]
+    may_end.set()
+    await asyncio.gather(*tasks)
+    assert {"other", "third"} <= set(order[:4])
+    assert len(order) == NUM + 2
+
+
+async def test_a_key_that_hangs_up_does_not_get_more_threads(threads):
+    may_end = threading.Event()
+    begun = list[int]()
+
+    def work() -> None:
+        begun.append(1)
+        assert may_end.wait(HANG_S)
+
+    for _ in range(5):
+        task = asyncio.create_task(threads.write(HOG, SHORT + 1, work))
+        await asyncio.sleep(0.01)
+        task.cancel()
+    assert await threads.write(OTHER, SHORT + 1, lambda: "passed") == "passed"
+    assert len(begun) == 1
+    may_end.set()
+    assert await threads.write(HOG, SHORT + 1, lambda: "again") == "again"
+
+
+@pytest.mark.parametrize("num", [1, 2, 3])
+async def test_no_turn_is_lost_or_given_twice_however_those_who_wait_leave(num):
+    turns, num_held, most = Turns(num), 0, 0
+
+    async def use(caller: Caller) -> None:
+        nonlocal num_held, most
+        await turns.take(caller)
+        num_held += 1
+        most = max(most, num_held)
+        try:
+            await asyncio.sleep(0)
+        finally:
+            num_held -= 1
+            turns.end(caller)
+
+    tasks = [asyncio.create_task(use((HOG, OTHER, THIRD)[index % 3])) for index in range(60)]
+    for index in range(30):
+        tasks[index * 7 % 60].cancel()  # before its turn, with it, or as it comes
+        await asyncio.sleep(0)
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for _ in range(num):
+        await asyncio.wait_for(turns.take(ALONE), HANG_S)
+    assert most == num
+
+
+# Room
+
+
+def arriving(threads: TextThreads, caller: Caller, size: int) -> Load:
+    load = Load(caller)
+    threads.add(load, size)
+    return load
+
+
+def taken(threads: TextThreads, caller: Caller, size: int) -> list[Load]:
+    """Let bodies arrive until one is refused; return all others."""
+    loads = list[Load]()
+
+    def fill() -> None:
+        for _ in range(1000):
+            loads.append(Load(caller))
+            threads.add(loads[-1], size)
+
+    with pytest.raises(ApiError) as refusal:
+        fill()
+    assert (refusal.value.status, refusal.value.code) == (503, "busy")
+    assert refusal.value.retry_after_s
+    threads.end(loads.pop())
+    return loads
+
+
+def test_one_of_several_keys_takes_half_of_the_room(threads):
+    large = 2 * LARGE
+    loads = taken(threads, HOG, large)
+    assert len(loads) == ROOM // large // 2
+    assert len(taken(threads, OTHER, large)) == ROOM // large // 4
+    arriving(threads, THIRD, large)
+    for load in loads:
+        threads.end(load)
+        threads.end(load)  # which changes nothing
+    assert len(taken(threads, HOG, large)) > 1
+
+
+def test_a_key_without_others_takes_all_the_room(threads):
+    assert len(taken(threads, ALONE, 2 * LARGE)) == ROOM // LARGE // 2
+    assert len(taken(threads, ALONE, LARGE)) == ROOM // LARGE, "small ones have as much again"
