@@ -143,10 +143,9 @@ class ClientText(str):
         """Put a new text where the original has an old one; neither is changed itself."""
         if not old:
             return ClientText(super().replace(old, new, count), self._original)
-        joined, *others = self.split(old, count)
-        for piece in others:
-            joined = joined + new + piece
-        return joined  # type: ignore[no-any-return]
+        pieces = self.split(old, count)
+        originals = (piece._original for piece in pieces)
+        return ClientText(str.join(new, pieces), _original(new).join(originals))
 
     def _located(self, pieces: Sequence[str], separator: str | None) -> list[ClientText]:
         """Return the pieces of the original, which lie in it in this order, cut from this text."""

@@ -1,0 +1,254 @@
+"""The cost of every bound and every regular expression on clients' texts.
+
+A hostile text twice as long may take about twice as long, and one of the largest body's size holds
+nobody up: these run on the event loop, or in threads that keep it waiting while they hold the
+interpreter. The model's output is a client's text, too, as a client can make a model say anything.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+
+import mars_platform.data
+import mars_serve.api
+import mars_serve.http
+from mars_platform.data import prompt_encoding
+from mars_platform.data.client_text import ClientText, Shield, strings_in
+from mars_platform.data.rendering import _short_id
+from mars_serve.api import bounds
+from mars_serve.api.errors import ApiError, invalid_value, shown
+from mars_serve.api.incoming import structure
+from mars_serve.api.incoming.spans import _span_behind
+from mars_serve.api.messages import PastAssistantMessage, messages_for_template
+from mars_serve.api.text import _num_held
+from mars_serve.api.tools.families import HermesParser, LlamaParser, MistralParser
+from mars_serve.http.middleware import bodies, recording, records
+
+SIZE, SMALL_SIZE = 2**17, 2**14
+"""Bytes of a text where it is read at once, and where Python reads it piece by piece, letting other
+threads go on."""
+MOST_S, SMALL_MOST_S = 0.02, 0.8
+"""Most CPU time for each, eight times as much as it takes and more."""
+FLOOR_S = 0.01
+PIECEWISE = {"names", "choices", "texts in templates", "calls", "stops"}
+CONTROLS = [AddedToken(f"<|reserved_special_token_{index}|>") for index in range(256)]
+PIECE = 64
+STOPS = ["a" * length + "b" for length in range(240, 256)]
+
+Work = Callable[[str], object]
+
+
+@cache
+def shield() -> Shield:
+    texts = [token.content for token in CONTROLS]
+    table = {"<": "\U00030000", ">": "\U00030001"}
+    names = dict.fromkeys(texts, "0")
+    return Shield(table, table, frozenset(), prompt_encoding._any_of(CONTROLS), names)
+
+
+def sized(text: str) -> bounds.JsonSize:
+    return bounds.json_size_of(text.encode())
+
+
+def called(arguments: str) -> PastAssistantMessage:
+    function = {"name": "f", "arguments": arguments}
+    call = {"id": "a", "type": "function", "function": function}
+    return PastAssistantMessage.model_validate({"role": "assistant", "tool_calls": [call]})
+
+
+def tried(work: Work) -> Work:
+    def run(text: str) -> None:
+        with suppress(ApiError):
+            work(text)
+
+    return run
+
+
+def parsed(parser: type[HermesParser | LlamaParser | MistralParser]) -> Work:
+    def run(text: str) -> None:
+        made = parser(["f"], is_parallel=True)
+        for start in range(0, len(text), PIECE):
+            made.push(text[start : start + PIECE], last=False)
+        made.push("", last=True)
+
+    return run
+
+
+def original(text: str) -> ClientText:
+    return ClientText(text, text)
+
+
+def replacing(text: str) -> object:
+    return original(text * 8).replace("\n", "  ")
+
+
+def splitting(text: str) -> object:
+    told = original(text)
+    return told.split(), told.split("\n"), told.splitlines(), told.rsplit("\n", 1)
+
+
+def cutting(text: str) -> object:
+    told = original(text)
+    return told.strip(), told.partition("</think>"), told.rpartition("</think>"), "x" in told
+
+
+def held(text: str) -> None:
+    """Look for the beginning of a stop string behind every 64 characters, as if they were one."""
+    for end in range(PIECE, len(text), PIECE):
+        _num_held(text[max(0, end - 300) : end], STOPS)
+
+
+DIGITS = "9" * 399 + ","
+JSON_WORKS: list[Work] = [
+    sized,
+    lambda text: bounds.most_depth(text.encode()),
+    tried(lambda text: bounds.check_arguments([called(text)])),
+    lambda text: messages_for_template([called(text)]),
+]
+JSON_TEXTS = {
+    "digits": DIGITS,
+    "digits in a fraction": "0." + DIGITS,
+    "values": "0,",
+    "empty lists": "[],",
+    "quotes": '"",',
+    "escaped quotes": '"' + '\\"' * 30 + '",',
+    "backslashes": '"' + "\\\\" * 30 + '",',
+    "escapes": '"' + "\\u4e00" * 30 + '",',
+    "numbers as letters": '"' + "9" * 400 + '",',
+}
+OUTPUTS = {
+    each: each
+    for each in (
+        "<", "{", "[", " ", "a ", "\\", '"', "<tool_call>", '<tool_call>{"a": 1}', "[TOOL_CALLS]",
+        "[TOOL_CALLS]" + "a" * 250, '<tool_call>{"name"' + " " * 99, '{"name": "f", "arguments": {',
+        '<tool_call>{"name": "f", "arguments": {}}</tool_cal', '{"name": "f", "parameters": {}};',
+        '<tool_call>{"a": "\\', "[TOOL_CALLS][",
+    )
+}  # fmt: skip
+NON_ASCII = {"\u00e9": "\u00e9", "\U0001f600": "\U0001f600"}
+TEXTS = {
+    "letters": "a", "spaces": " ", "lines": "\n", "words": "a\n", "edges": "<|",
+    "almost control tokens": "<|reserved_special_token_", "stand-ins": "\U00030000",
+    "control tokens": "<|reserved_special_token_255|>", "marks": "</think>", **NON_ASCII,
+}  # fmt: skip
+CASES: dict[str, tuple[list[Work], dict[str, str]]] = {
+    "json": (JSON_WORKS, JSON_TEXTS),
+    "lengths": (
+        [
+            bounds.num_bytes,
+            lambda text: bounds.json_length({"a": [text] * 2}),
+            lambda text: list(strings_in([[each] for each in text[:PIECE]] + [{text: text}])),
+            shown,
+            lambda text: invalid_value("stop", text).body(),
+        ],
+        TEXTS,
+    ),
+    "control tokens": (
+        [
+            lambda text: shield().seal(shield().of(text)),
+            lambda text: shield().occurrence.search(text),
+            lambda text: prompt_encoding._STAND_IN.findall(text),
+            _short_id,
+        ],
+        TEXTS,
+    ),
+    "texts in templates": ([replacing, splitting, cutting], TEXTS),
+    "names": (
+        [
+            recording._request_id,
+            lambda text: records._UNSAFE.sub("?", text),
+            lambda text: re.fullmatch(r"\w+", text),
+        ],
+        TEXTS,
+    ),
+    "choices": (
+        [
+            lambda text: structure._REGEX_META.sub(r"\\\1", text),
+            tried(lambda text: structure._choice_grammar("choice", [text])),
+            tried(lambda text: structure.json_schema_grammar("schema", {"a": text})),
+        ],
+        {**TEXTS, "symbols": "\\.+*?()|[]{}^$#&~-"},
+    ),
+    "bodies": ([lambda text: bodies._check_unicode(text.encode())], TEXTS),
+    "prompts": (
+        [lambda text: _span_behind([len(text) % 2] * len(text), bounds_of_thinking())], TEXTS,
+    ),
+    "calls": ([parsed(HermesParser), parsed(LlamaParser), parsed(MistralParser)], OUTPUTS),
+    "stops": ([held], {"no beginning": "x", "beginning": "a", "end": "a" * 120 + "x"}),
+}  # fmt: skip
+
+
+def bounds_of_thinking() -> Any:
+    from mars_platform.data.thinking import ThinkingTokens
+
+    return ThinkingTokens(1, 2)
+
+
+def cpu_s(work: Work, text: str) -> float:
+    """Return the CPU time that some work takes of this thread, the best of two."""
+
+    def once() -> float:
+        begin_s = time.thread_time()
+        work(text)
+        return time.thread_time() - begin_s
+
+    return min(once() for _ in range(2))
+
+
+@pytest.fixture
+def _no_collector() -> Iterator[None]:
+    """Keep the garbage collector's time, which is that of all else in this process, out."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_no_collector")
+@pytest.mark.parametrize(
+    ("case", "name"), [(case, name) for case, (_, texts) in CASES.items() for name in texts]
+)
+def test_the_cost_of_a_hostile_text_grows_with_its_length_alone(case, name):
+    works, texts = CASES[case]
+    size, most_s = (SMALL_SIZE, SMALL_MOST_S) if case in PIECEWISE else (SIZE, MOST_S)
+    part = texts[name]
+    once, twice = (part * (each // len(part.encode())) for each in (size // 2, size))
+    for work in works:
+        cost_s = cpu_s(work, twice)
+        assert cost_s < most_s
+        assert cost_s < 3 * cpu_s(work, once) + FLOOR_S
+
+
+# Regular expressions are found by what uses them, so that none is added without a text here.
+
+OF_CHECKPOINTS = {"_BARRED", "_TAG", "_pattern", "_BYTE_FALLBACK", "CallGrammar"}
+"""On texts of the checkpoint, which is trusted with them."""
+OF_DATA = {"_MARKS", "_NUMBER"}
+"""On data to train on."""
+TRIED = {
+    "_STAND_IN", "PromptEncoder", "_any_of", "_SHORT_ID", "_REGEX_META", "_UNSAFE", "_ID",
+    "_describe", "_HEADER", "_WORDS", "_INERT", "_NAMED_HEADER", "_NAMED_CHARACTERS",
+}  # fmt: skip
+USE = re.compile(r"\bre\.(?!escape)[a-z]+\(")
+
+
+def test_every_regular_expression_on_clients_texts_is_tried():
+    found = set[str]()
+    for package in (mars_serve.api, mars_serve.http, mars_platform.data):
+        for path in Path(package.__path__[0]).rglob("*.py"):
+            found |= {
+                getattr(each, "name", None) or ast.unparse(each.targets[0])
+                for each in ast.parse(path.read_text()).body
+                if USE.search(ast.unparse(each))
+            }
+    assert found == TRIED | OF_CHECKPOINTS | OF_DATA
