@@ -144,6 +144,13 @@ class TextThreads:
             load.has_turn = False
             self._large_turns.end(load.caller)
 
+    async def read(self, load: Load, size: int, work: Callable[[], _Found]) -> _Found:
+        """Do the last work on a body, as `run` does; others go on before its answer is sent."""
+        try:
+            return await self.run(load, size, work)
+        finally:
+            self.end(load)
+
     async def run(self, load: Load, size: int, work: Callable[[], _Found]) -> _Found:
         """Do some work on a body that takes as long as on a text of ``size`` bytes."""
         if load.has_turn:

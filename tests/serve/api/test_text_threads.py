@@ -32,7 +32,7 @@ async def read(
     with threads.load(caller) as load:
         threads.add(load, size)
         await threads.begin(load)
-        return await threads.run(load, size, work)
+        return await threads.read(load, size, work)
 
 
 async def test_short_work_is_done_at_once(threads):
@@ -142,6 +142,14 @@ async def test_no_turn_is_lost_or_given_twice_however_those_who_wait_leave(num):
     for _ in range(num):
         await asyncio.wait_for(turns.take(ALONE), HANG_S)
     assert most == num
+
+
+async def test_a_client_that_reads_its_answer_slowly_holds_no_turn(threads):
+    with threads.load(HOG) as load:
+        threads.add(load, LARGE + 1)
+        await threads.begin(load)
+        await threads.read(load, LARGE + 1, lambda: None)
+        assert await read(threads, OTHER, LARGE + 1, lambda: "passed") == "passed"
 
 
 # Room

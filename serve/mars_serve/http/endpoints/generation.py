@@ -153,10 +153,8 @@ class _Call:
     async def read(
         self, threads: TextThreads, work: Callable[[], ResponseBuilder]
     ) -> ResponseBuilder:
-        """Read the body's texts, which are then let go."""
-        response = await threads.run(self.load, size_of(self.body, self.load.size), work)
-        threads.end(self.load)
-        return response
+        """Read the body's texts."""
+        return await threads.read(self.load, size_of(self.body, self.load.size), work)
 
     def prepare(
         self,

@@ -87,7 +87,7 @@ def tokens_router(
             )
 
         load: Load = request.state.load
-        return _json(await threads.run(load, load.size, answer))
+        return _json(await threads.read(load, load.size, answer))
 
     @router.post("/detokenize", responses={200: {"model": DetokenizeResponse}})
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
@@ -102,7 +102,7 @@ def tokens_router(
             return to_json({"prompt": decode(tokenizer, ids, skip_special_tokens=False)})
 
         load: Load = request.state.load
-        return _json(await threads.run(load, load.size, answer))
+        return _json(await threads.read(load, load.size, answer))
 
     @router.get("/tokenizer_info", responses={200: {"model": TokenizerInfo}})
     async def tokenizer_info(request: Request, model: str | None = None) -> JSONResponse:
