@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 
 from tokenizers.decoders import DecodeStream
@@ -61,6 +62,11 @@ class StopRules:
     """Whether the text includes the string or token that ended it."""
     min_tokens: int = 0
     """Number of leading tokens in which a stop string does not end the output."""
+
+    @cached_property
+    def beginnings(self) -> frozenset[str]:
+        """All texts that begin a stop string and are shorter."""
+        return frozenset(each[:end] for each in self.strings for end in range(1, len(each)))
 
 
 @dataclass(frozen=True)
@@ -127,7 +133,7 @@ class OutputText:
             end = _stop_end(text, len(self._held), self._rules)
             if end is not None:
                 return text[:end], True
-        keep = _num_held(text, self._rules.strings)
+        keep = _num_held(text, self._rules)
         self._held = text[len(text) - keep :]
         self._length += len(text) - keep
         return text[: len(text) - keep], False
@@ -146,14 +152,11 @@ def _stop_end(text: str, num_old: int, rules: StopRules) -> int | None:
     return end if rules.in_output else start
 
 
-def _num_held(text: str, strings: Sequence[str]) -> int:
+def _num_held(text: str, rules: StopRules) -> int:
     """Return the length of the longest suffix of ``text`` that may begin a stop string."""
-    longest = max((len(string) for string in strings), default=1) - 1
-    for length in range(min(longest, len(text)), 0, -1):
-        end = text[-length:]
-        if any(len(string) > length and string.startswith(end) for string in strings):
-            return length
-    return 0
+    longest = max(map(len, rules.strings), default=1) - 1
+    lengths = range(min(longest, len(text)), 0, -1)
+    return next((length for length in lengths if text[-length:] in rules.beginnings), 0)
 
 
 @dataclass

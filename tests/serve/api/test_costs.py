@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tokenizers import AddedToken
@@ -26,12 +25,13 @@ import mars_serve.http
 from mars_platform.data import prompt_encoding
 from mars_platform.data.client_text import ClientText, Shield, strings_in
 from mars_platform.data.rendering import _short_id
+from mars_platform.data.thinking import ThinkingTokens
 from mars_serve.api import bounds
 from mars_serve.api.errors import ApiError, invalid_value, shown
 from mars_serve.api.incoming import structure
 from mars_serve.api.incoming.spans import _span_behind
 from mars_serve.api.messages import PastAssistantMessage, messages_for_template
-from mars_serve.api.text import _num_held
+from mars_serve.api.text import StopRules, _num_held
 from mars_serve.api.tools.families import HermesParser, LlamaParser, MistralParser
 from mars_serve.http.middleware import bodies, recording, records
 
@@ -44,7 +44,6 @@ FLOOR_S = 0.01
 PIECEWISE = {"names", "choices", "texts in templates", "calls", "stops"}
 CONTROLS = [AddedToken(f"<|reserved_special_token_{index}|>") for index in range(256)]
 PIECE = 64
-STOPS = ["a" * length + "b" for length in range(240, 256)]
 
 Work = Callable[[str], object]
 
@@ -55,10 +54,6 @@ def shield() -> Shield:
     table = {"<": "\U00030000", ">": "\U00030001"}
     names = dict.fromkeys(texts, "0")
     return Shield(table, table, frozenset(), prompt_encoding._any_of(CONTROLS), names)
-
-
-def sized(text: str) -> bounds.JsonSize:
-    return bounds.json_size_of(text.encode())
 
 
 def called(arguments: str) -> PastAssistantMessage:
@@ -85,33 +80,26 @@ def parsed(parser: type[HermesParser | LlamaParser | MistralParser]) -> Work:
     return run
 
 
-def original(text: str) -> ClientText:
-    return ClientText(text, text)
-
-
 def replacing(text: str) -> object:
-    return original(text * 8).replace("\n", "  ")
-
-
-def splitting(text: str) -> object:
-    told = original(text)
-    return told.split(), told.split("\n"), told.splitlines(), told.rsplit("\n", 1)
+    return ClientText(text * 8, text * 8).replace("\n", "  ")
 
 
 def cutting(text: str) -> object:
-    told = original(text)
-    return told.strip(), told.partition("</think>"), told.rpartition("</think>"), "x" in told
+    told = ClientText(text, text)
+    cut = told.split(), told.split("\n"), told.splitlines(), told.rsplit("\n", 1)
+    return cut, told.strip(), told.partition("</think>"), told.rpartition("</think>"), "x" in told
 
 
 def held(text: str) -> None:
     """Look for the beginning of a stop string behind every 64 characters, as if they were one."""
+    rules = StopRules(tuple("a" * length + "b" for length in range(240, 256)))
     for end in range(PIECE, len(text), PIECE):
-        _num_held(text[max(0, end - 300) : end], STOPS)
+        _num_held(text[max(0, end - 300) : end], rules)
 
 
 DIGITS = "9" * 399 + ","
 JSON_WORKS: list[Work] = [
-    sized,
+    lambda text: bounds.json_size_of(text.encode()),
     lambda text: bounds.most_depth(text.encode()),
     tried(lambda text: bounds.check_arguments([called(text)])),
     lambda text: messages_for_template([called(text)]),
@@ -136,11 +124,10 @@ OUTPUTS = {
         '<tool_call>{"a": "\\', "[TOOL_CALLS][",
     )
 }  # fmt: skip
-NON_ASCII = {"\u00e9": "\u00e9", "\U0001f600": "\U0001f600"}
 TEXTS = {
     "letters": "a", "spaces": " ", "lines": "\n", "words": "a\n", "edges": "<|",
     "almost control tokens": "<|reserved_special_token_", "stand-ins": "\U00030000",
-    "control tokens": "<|reserved_special_token_255|>", "marks": "</think>", **NON_ASCII,
+    "control tokens": "<|reserved_special_token_255|>", "marks": "</think>", "accents": "\u00e9",
 }  # fmt: skip
 CASES: dict[str, tuple[list[Work], dict[str, str]]] = {
     "json": (JSON_WORKS, JSON_TEXTS),
@@ -163,7 +150,7 @@ CASES: dict[str, tuple[list[Work], dict[str, str]]] = {
         ],
         TEXTS,
     ),
-    "texts in templates": ([replacing, splitting, cutting], TEXTS),
+    "texts in templates": ([replacing, cutting], TEXTS),
     "names": (
         [
             recording._request_id,
@@ -180,19 +167,16 @@ CASES: dict[str, tuple[list[Work], dict[str, str]]] = {
         ],
         {**TEXTS, "symbols": "\\.+*?()|[]{}^$#&~-"},
     ),
-    "bodies": ([lambda text: bodies._check_unicode(text.encode())], TEXTS),
     "prompts": (
-        [lambda text: _span_behind([len(text) % 2] * len(text), bounds_of_thinking())], TEXTS,
+        [
+            lambda text: bodies._check_unicode(text.encode()),
+            lambda text: _span_behind([len(text) % 2] * len(text), ThinkingTokens(1, 2)),
+        ],
+        TEXTS,
     ),
     "calls": ([parsed(HermesParser), parsed(LlamaParser), parsed(MistralParser)], OUTPUTS),
     "stops": ([held], {"no beginning": "x", "beginning": "a", "end": "a" * 120 + "x"}),
 }  # fmt: skip
-
-
-def bounds_of_thinking() -> Any:
-    from mars_platform.data.thinking import ThinkingTokens
-
-    return ThinkingTokens(1, 2)
 
 
 def cpu_s(work: Work, text: str) -> float:
