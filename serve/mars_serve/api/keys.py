@@ -83,6 +83,8 @@ class KeyRing:
         self._clock = clock
         self._looked_s = clock()
         self._stamp: _Stamp | None = None
+        """Stamp of the file that was read last, whether or not it could be used."""
+        self._is_reading = False
         if settings.file is None:
             entries = settings.current_entries()
         else:
@@ -108,23 +110,29 @@ class KeyRing:
         """Read the key file again if it has changed.
 
         Each request calls this, so that no background task is needed. The file is checked at most
-        every ``reload_s`` seconds, with one ``stat``. If the file cannot be used, the keys in force
-        stay and the problem is logged once.
+        every ``reload_s`` seconds, with one ``stat``, and never read twice at once: the older
+        content could come last. If the file cannot be used, the keys in force stay and the problem
+        is logged once.
         """
         now_s = self._clock()
         path = self._settings.file
-        if path is None or now_s - self._looked_s < self._settings.reload_s:
+        is_early = now_s - self._looked_s < self._settings.reload_s
+        if path is None or is_early or self._is_reading:
             return
         self._looked_s = now_s
         stamp = _stamp_of(path)
-        if stamp != self._stamp:
-            self._stamp = stamp
-            try:
-                self._callers = _by_digest(await asyncio.to_thread(_read, path))
-            except UserError as error:
-                _log.error("the keys stay as they were: %s", error)
-            else:
-                _log.warning("%d keys read from %s", len(self._callers), path)
+        if stamp == self._stamp:
+            return
+        self._is_reading = True
+        try:
+            self._callers = _by_digest(await asyncio.to_thread(_read, path))
+        except UserError as error:
+            _log.error("the keys stay as they were: %s", error)
+        else:
+            _log.warning("%d keys read from %s", len(self._callers), path)
+        finally:
+            self._is_reading = False
+        self._stamp = stamp  # not if the request was cancelled: the next one then reads the file
 
 
 def _by_digest(entries: list[KeyEntry]) -> list[tuple[bytes, Caller]]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import logging
@@ -253,6 +254,36 @@ async def test_a_broken_file_keeps_the_keys_and_is_reported_once(
     await look_again(ring, clock)
     assert ring.find(b"two")
     assert not ring.find(b"one")
+
+
+async def test_a_revoked_key_does_not_come_back_by_a_read_that_began_earlier(ring, path, clock):
+    path.unlink()
+    os.mkfifo(path)
+    clock.now_s += 2
+    slow = asyncio.create_task(ring.refresh())
+    await asyncio.sleep(0)
+    pipe = await asyncio.to_thread(path.open, "w")  # returns when the slow reader has opened it
+    path.unlink()
+    write(path, key_entry("two"))  # "one" is revoked
+    await look_again(ring, clock)
+    with pipe:
+        pipe.write(yaml.safe_dump({"keys": [key_entry("one")]}))
+    await slow
+    await look_again(ring, clock)
+    assert [bool(ring.find(key)) for key in (b"one", b"two")] == [False, True]
+
+
+async def test_a_change_is_read_though_the_request_that_began_to_read_it_is_cancelled(
+    ring, path, clock
+):
+    write(path, key_entry("two"))
+    clock.now_s += 2
+    reading = asyncio.create_task(ring.refresh())
+    await asyncio.sleep(0)
+    reading.cancel()
+    await asyncio.wait([reading])
+    await look_again(ring, clock)
+    assert [bool(ring.find(key)) for key in (b"one", b"two")] == [False, True]
 
 
 # Making
