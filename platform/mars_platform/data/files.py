@@ -25,6 +25,8 @@ _CODECS = {".jsonl": None, ".jsonl.gz": "gzip", ".jsonl.zst": "zstd"}
 _SUFFIXES = (*_CODECS, _PARQUET)
 _KINDS = ", ".join(_SUFFIXES)
 _PARQUET_BATCH = 256
+_MAX_ROW_BYTES = 64 * 2**20
+"""Longest line of a JSONL file; a few KiB, compressed, could otherwise take all memory."""
 
 
 def find_files(sources: Iterable[str], setting: str = "data.train") -> list[str]:
@@ -143,7 +145,11 @@ def _contents(url: str) -> Iterator[bytes]:
             yield from _parquet_rows(handle)
             return
         codec = next((_CODECS[suffix] for suffix in _CODECS if path.endswith(suffix)), None)
-        yield from io.BufferedReader(pa.CompressedInputStream(handle, codec)) if codec else handle
+        stream = io.BufferedReader(pa.CompressedInputStream(handle, codec) if codec else handle)
+        while line := stream.readline(_MAX_ROW_BYTES + 1):
+            if len(line) > _MAX_ROW_BYTES:
+                raise ValueError(f"the next has more than {_MAX_ROW_BYTES:,} bytes; shorten it")
+            yield line
 
 
 def _parquet_rows(handle: IO[bytes]) -> Iterator[bytes]:

@@ -101,6 +101,17 @@ def test_compressed_files_are_read_and_cut_ones_reported(tmp_path, suffix, compr
     assert problem.startswith(b"cannot be read")
 
 
+@pytest.mark.parametrize(("suffix", "compress"), [("gz", gzip.compress), ("zst", compress_zstd)])
+def test_a_small_file_does_not_become_a_line_of_512_mib(tmp_path, suffix, compress):
+    file = tmp_path / f"chat.jsonl.{suffix}"
+    file.write_bytes(compress(b"one\n") + compress(b"0" * 2**24) * 32)
+    assert file.stat().st_size < 2**20
+    assert read(file) == [
+        (1, b"one\n"),
+        (0, b"cannot be read past row 1 (the next has more than 67,108,864 bytes; shorten it)"),
+    ]
+
+
 BROKEN = {
     "foot.parquet": lambda file: file.write_bytes(b"PAR1 and then nothing"),
     "empty.parquet": lambda file: file.touch(),
