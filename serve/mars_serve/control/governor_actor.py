@@ -8,7 +8,6 @@ it for a while, because the application is gone then.
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from contextlib import suppress
@@ -21,13 +20,12 @@ from ray.util import metrics
 from mars_autoscale.policy.metrics import AutoscalerMetrics
 from mars_autoscale.ray.ray_policy import NAMESPACE, governor_name
 from mars_serve.control.governor import IDLE_S, Governor
+from mars_serve.observability.log_lines import log_to_stderr
 from mars_serve.observability.ray_metrics import RayMirror
 
 UNREACHABLE = (RayError, RuntimeError, TimeoutError, ValueError)
 """Errors of a call to a governor that has died, is being started by several, is of another version,
 does not answer in time, or whose Ray ends."""
-
-_LOG_FORMAT = "%(levelname)s %(asctime)s %(name)s %(message)s"
 
 
 class GovernorActor(Governor):
@@ -35,7 +33,7 @@ class GovernorActor(Governor):
 
     def __init__(self) -> None:
         super().__init__()
-        logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)  # Ray sets none
+        log_to_stderr()  # Ray sets no handler
         RayMirror(AutoscalerMetrics(self._loops), metrics).start()
         threading.Thread(target=self._end_when_idle, daemon=True).start()
 

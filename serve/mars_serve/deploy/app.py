@@ -78,9 +78,9 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Create the application; Ray Serve calls this once the replica is constructed."""
         from mars_serve.http.app import create_app
-        from mars_serve.http.middleware.recording import write_records_to_stderr
+        from mars_serve.http.middleware.recording import write_logs_to_stderr
 
-        write_records_to_stderr()
+        write_logs_to_stderr()
         sys.setswitchinterval(_SWITCH_S)
         app = create_app(self._models, self._settings, replica=self._replica)
         RayMirror(app.state.telemetry, metrics).start()

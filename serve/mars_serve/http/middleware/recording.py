@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import sys
@@ -17,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mars_serve.http.middleware.authentication import path_within
 from mars_serve.http.middleware.records import Exchange, RequestRecord, outcome_of
 from mars_serve.observability.ingress_telemetry import IngressTelemetry
+from mars_serve.observability.log_lines import PrintableFormatter, json_line
 
 if TYPE_CHECKING:  # OpenTelemetry is loaded only if tracing is on
     from opentelemetry.trace import Span
@@ -112,7 +112,7 @@ class RecordMiddleware:
         if self._logs and not (exchange.path in _PROBES and exchange.status == 200):
             level = logging.ERROR if outcome == "error" else logging.INFO
             fields = _log_fields(record, exchange, outcome, level)
-            _log.log(level, json.dumps(fields, ensure_ascii=False))
+            _log.log(level, json_line(fields))
         if self._tracer and span:
             self._tracer.end(span, record, exchange, outcome)
 
@@ -141,15 +141,20 @@ def _request_id(given: str | None) -> tuple[str, bool]:
     return uuid.uuid4().hex, True
 
 
-def write_records_to_stderr() -> None:
-    """Make this process write the log of requests to its standard error, as JSON lines.
+def write_logs_to_stderr() -> None:
+    """Make this process write its logs to its standard error: of requests, as JSON, and of errors.
 
     The owner of the process calls this once. Ray stores that stream in ``worker-*.err`` of its log
     directory and shows it to the driver; with RAY_LOG_TO_STDERR=1 it goes to the container's own.
     """
-    # not sys.stderr: Ray Serve may have replaced it with its own log, which prefixes each line
-    handler = logging.StreamHandler(sys.__stderr__)
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    _log.handlers = [handler]
+    errors = logging.getLogger("mars_serve")
+    for log, formatter in (
+        (_log, PrintableFormatter("%(message)s")),
+        (errors, PrintableFormatter()),
+    ):
+        # not sys.stderr: Ray Serve may have replaced it with its own log, which prefixes each line
+        handler = logging.StreamHandler(sys.__stderr__)
+        handler.setFormatter(formatter)
+        log.handlers = [handler]
+        log.propagate = False
     _log.setLevel(logging.INFO)
-    _log.propagate = False

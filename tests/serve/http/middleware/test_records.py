@@ -23,8 +23,8 @@ from decoding.local_engine_client import LocalEngineClient
 from mars_platform.errors import UserError
 from mars_serve.config.served import ServedModel
 from mars_serve.engine.ipc.client import RequestFailed
-from mars_serve.http.middleware.errors import ErrorMiddleware
-from mars_serve.http.middleware.recording import RecordMiddleware, write_records_to_stderr
+from mars_serve.http.middleware.errors import ErrorMiddleware, as_api_error
+from mars_serve.http.middleware.recording import RecordMiddleware, write_logs_to_stderr
 from mars_serve.http.middleware.tracing import RequestTracer, tracer_from_environment
 from mars_serve.observability.ingress_telemetry import IngressTelemetry
 from rest import asgi
@@ -325,13 +325,41 @@ def test_tracing_without_its_packages_is_refused(monkeypatch):
         tracer_from_environment()
 
 
+UNPRINTABLE = "\x9b\x85\u2028\u2029\x7f\u202e\ufeff\x1b\r\n\t\U000e0041"
+
+
+async def test_no_character_of_a_path_ends_a_line_or_steers_a_terminal(own, caplog):
+    with caplog.at_level(logging.INFO, "marsray.requests"):
+        await call(own, f"/v1/{UNPRINTABLE}")
+    (line,) = (each.message for each in caplog.records if each.name == "marsray.requests")
+    assert line.isprintable()
+    assert json.loads(line)["path"] == f"/v1/{UNPRINTABLE}"
+
+
+@pytest.fixture
+def written() -> Iterator[None]:
+    """Let logs be written to standard error during a test."""
+    names = "marsray.requests", "mars_serve"
+    logs = [logging.getLogger(name) for name in names]
+    before = [(log.handlers, log.level, log.propagate) for log in logs]
+    write_logs_to_stderr()
+    write_logs_to_stderr()
+    yield
+    for log, (handlers, level, propagate) in zip(logs, before, strict=True):
+        log.handlers, log.level, log.propagate = handlers, level, propagate
+
+
+@pytest.mark.usefixtures("written")
 def test_records_are_written_to_stderr_as_json_lines(capfd):
-    log = logging.getLogger("marsray.requests")
-    before = log.handlers, log.level, log.propagate
-    try:
-        write_records_to_stderr()
-        write_records_to_stderr()
-        log.info(json.dumps({"path": "100%"}))
-    finally:
-        log.handlers, log.level, log.propagate = before
+    logging.getLogger("marsray.requests").info(json.dumps({"path": "100%"}))
     assert capfd.readouterr().err == '{"path": "100%"}\n'
+
+
+@pytest.mark.usefixtures("written")
+def test_the_text_of_an_error_forges_no_line(capfd):
+    as_api_error(ValueError(f"{UNPRINTABLE}ERROR 2026-01-01 forged"))
+    first, *others = capfd.readouterr().err.removesuffix("\n").split("\n")
+    assert first.startswith("ERROR ")
+    assert first.endswith("a request failed")
+    assert "forged" in others[-1]
+    assert all(line.isprintable() and line.startswith(" ") for line in others)

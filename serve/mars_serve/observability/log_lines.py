@@ -1,0 +1,37 @@
+"""Writes log records as lines that no text from outside can forge. Imports no Ray or HTTP library."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+
+class PrintableFormatter(logging.Formatter):
+    """Escapes control, format and separator characters, and indents all but a record's first line.
+
+    Some of those characters end a line for the programs that read a log, and some steer the
+    terminal that shows it.
+    """
+
+    def __init__(self, form: str = "%(levelname)s %(asctime)s %(name)s %(message)s") -> None:
+        super().__init__(form)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return a record's text."""
+        return "\n  ".join(map(_printable, super().format(record).split("\n")))
+
+
+def log_to_stderr() -> None:
+    """Make this process, which has no handler yet, write its logs to its standard error."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+def json_line(value: object) -> str:
+    """Return a value as one line of JSON that is ASCII without control characters."""
+    return json.dumps(value).replace("\x7f", "\\u007f")  # the only one that JSON leaves alone
+
+
+def _printable(text: str) -> str:
+    return "".join(each if each.isprintable() else json_line(each)[1:-1] for each in text)
