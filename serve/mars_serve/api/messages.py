@@ -7,12 +7,11 @@ Source: OpenAI API reference, "Chat": message roles, content parts, tools and to
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, StringConstraints, Tag
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, from_json
 
 from mars_serve.api.bodies import at_most
 
@@ -271,8 +270,8 @@ def _arguments(text: str) -> dict[str, Any] | str:
     if not text.strip():
         return {}
     try:
-        arguments = json.loads(text)
-    except (ValueError, RecursionError):  # a model wrote it; the template shows it
+        arguments = from_json(text)
+    except ValueError:  # a model wrote it; the template shows it
         return text
     return arguments if isinstance(arguments, dict) else text
 

@@ -1,4 +1,4 @@
-"""Writes log records as lines that no text from outside can forge. Imports no Ray or HTTP library."""
+"""Writes logs as lines that no text from outside can forge. Imports no Ray or HTTP library."""
 
 from __future__ import annotations
 

@@ -77,6 +77,8 @@ def test_an_assistant_message_keeps_content_or_refusal(fields, content):
         ("[1]", "[1]"),
         ("[" * 100_000, "[" * 100_000),
         ('{"a": ' + "9" * 5000 + "}", '{"a": ' + "9" * 5000 + "}"),
+        (r'{"a": "\ud800"}', r'{"a": "\ud800"}'),  # no text can hold half of a pair
+        (r'{"a": "\ud83d\ude00"}', {"a": "\U0001f600"}),
     ],
 )
 def test_valid_arguments_become_objects_and_others_stay_text(text, arguments):

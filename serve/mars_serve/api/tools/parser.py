@@ -18,6 +18,8 @@ from collections.abc import Collection, Generator, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
+from pydantic_core import from_json
+
 _MAX_NAME = 64
 _HEADER = re.compile(
     r'\{\s*"name"\s*:\s*"([^"\\]{1,64})"\s*,\s*"(?:arguments|parameters)"\s*:\s*\{', re.DOTALL
@@ -281,10 +283,10 @@ class ToolParser(ABC):
 def _read_call(text: str) -> tuple[str, str] | None:
     """Return the name and the arguments' JSON text of a call; None if the text is no call."""
     try:
-        call = json.loads(text)
+        call = from_json(text)
         name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
         if isinstance(arguments, str):  # some models write the arguments as a JSON string
-            arguments = json.loads(arguments)
+            arguments = from_json(arguments)
         written = json.dumps(arguments or {}, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
         return None

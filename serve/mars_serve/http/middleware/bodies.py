@@ -7,27 +7,32 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 
+from pydantic_core import PydanticSerializationError, from_json, to_json
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mars_serve.api.bounds import json_size_of, most_depth
-from mars_serve.api.errors import ApiError
+from mars_serve.api.errors import ApiError, clipped, invalid_value
 from mars_serve.api.text_threads import LARGE, Load, TextThreads
 
 _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")  # methods whose body is not read
 _MAX_DEPTH = 100
 """Largest nesting depth of JSON. Templates and grammars recurse into values, and a Python or native
 stack that overflows may end the process."""
+_SURROGATES = (rb"\ud", rb"\uD", b"\xed")
+"""Beginnings of halves of surrogate pairs, and of some other characters, in JSON."""
+_MAX_NAME = 64  # longest field name that a message quotes
 
 
 class BodyMiddleware:
     """Passes on requests whose body is JSON within the limits.
 
     Raises `ApiError`: 408 for a body that takes too long, 413 for too many bytes or values, 415 for
-    an unsupported encoding or type, 422 for JSON that is nested too deeply or not UTF-8, 503 if
-    other bodies take all room.
+    an unsupported encoding or type, 422 for JSON that is nested too deeply or not UTF-8, 400 for
+    half a character in a field, 503 if other bodies take all room.
     """
 
     def __init__(
@@ -63,6 +68,9 @@ class BodyMiddleware:
                 await self._threads.begin(load)
                 if most_depth(body) > _MAX_DEPTH or len(body) > LARGE:
                     await self._check_structure(body, load)
+                if any(each in body for each in _SURROGATES):
+                    size = len(body) if load.has_turn else 0
+                    await self._threads.run(load, size, lambda: _check_surrogates(body))
             scope["state"]["load"] = load
             await self._app(scope, _replayed(body, receive), send)
 
@@ -130,6 +138,22 @@ def _check_type(headers: Headers) -> None:
 def _check_unicode(body: bytes) -> None:
     if not json.detect_encoding(body).startswith("utf-8"):
         raise ApiError(422, "body: it is not UTF-8, as JSON must be", code="unparsable")
+
+
+def _check_surrogates(body: bytes) -> None:
+    """Refuse halves of surrogate pairs, which JSON can name and no text in UTF-8 can hold."""
+    with suppress(ValueError):
+        from_json(body)  # fast, but says too little and refuses a byte order mark, too
+        return
+    with suppress(ValueError):  # what is no JSON is the endpoint's to refuse
+        content = json.loads(body)
+        for name, value in content.items() if isinstance(content, dict) else ():
+            try:
+                to_json({name: value})
+            except PydanticSerializationError as error:
+                field = clipped(name, _MAX_NAME).encode("utf-8", "replace").decode()
+                reason = "it has half of a surrogate pair; send whole characters"
+                raise invalid_value(field, reason) from error
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

@@ -82,6 +82,12 @@ OUTPUTS: list[tuple[Family, str, str, list[tuple[str, str]]]] = [
         "",
         [("other", ODD), ("get-time", "{}")],
     ),
+    (  # half of a surrogate pair, which no response can hold
+        Family.LLAMA,
+        r'{"type": "function", "name": "get-time", "parameters": {"a": "\ud800"}}',
+        None,
+        [],
+    ),
     (Family.LLAMA, "<|python_tag|>search.call(1)", "<|python_tag|>search.call(1)", []),
     (Family.LLAMA, '{"name": "get-time", "parameters": {}} ok', " ok", [("get-time", "{}")]),
     (

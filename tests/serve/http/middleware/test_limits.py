@@ -35,7 +35,7 @@ from mars_serve.engine.ipc.client import (
 from mars_serve.http.middleware.errors import as_api_error
 from rest import asgi
 from rest.api_keys import bearer, key_entry
-from rest.rest_requests import COMPLETIONS
+from rest.rest_requests import CHAT, COMPLETIONS
 from rest.rest_server import (
     ENGINE,
     BrokenBackend,
@@ -123,8 +123,8 @@ def raw(content: bytes, **headers: str) -> dict[str, Any]:
     return {"content": content, "headers": {**JSON, **headers}}
 
 
-def escaped(field: str) -> dict[str, Any]:
-    return raw(json.dumps({**COMPLETION, field: "\ud800"}).encode())
+def escaped(field: str, value: Any = "\ud800") -> dict[str, Any]:
+    return raw(json.dumps({**COMPLETION, field: value}).encode())
 
 
 async def endless() -> AsyncIterator[bytes]:
@@ -183,10 +183,21 @@ ERRORS: dict[str, tuple[Any, ...]] = {
     ),
     "long value": post(changed(mode="x" * 4000), 400, "invalid_value", "mode"),
     **{
-        f"lone surrogate in {field}": post(escaped(field), 400, None, field)
-        for field in ("mode", "prompt", "stop")
+        f"lone surrogate in {field}": post(escaped(field), 400, "invalid_value", field)
+        for field in ("mode", "prompt", "stop", "model", "user", "session_id", "metadata")
     },
-    "lone surrogate in model": post(escaped("model"), 404, None, "model"),
+    "lone surrogate in a name": post(escaped("\udc00"), 400, "invalid_value", "?"),
+    "lone surrogate in bytes": post(
+        raw(json.dumps(COMPLETION).encode()[:-1] + b', "user": "\xed\xa0\x80"}'), 400, None, "user"
+    ),
+    **{
+        f"lone surrogate within {field}": ("POST", CHAT, escaped(field, value), 400, None, field)
+        for field, value in {
+            "messages": [{"role": "user", "content": "a", "name": "\ud800"}],
+            "tools": [{"type": "function", "function": {"name": "f", "description": "\ud800a"}}],
+            "response_format": {"type": "json_object", "x": ["\ud83d", "\ude00"]},
+        }.items()
+    },
     **{f"model is {name}": post(changed(model=name), *MODELS[name]) for name in MODELS},
 }
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -216,6 +227,15 @@ async def test_an_error_does_not_affect_a_concurrent_request(shared, golden, cas
     response = await shared.request(method, path, **request)
     check_error(response, status, code, param)
     assert await beside == golden
+
+
+@pytest.mark.parametrize("text", ["\ud83d\ude00", "\\ud800", "\ud7ff", "\ue000", "한국"])
+@pytest.mark.parametrize("is_ascii", [False, True])
+async def test_whole_characters_are_no_halves_of_pairs(client, text, is_ascii):
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16")
+    body = json.dumps({**COMPLETION, "user": text, "max_tokens": 1}, ensure_ascii=is_ascii)
+    response = await client.post(COMPLETIONS, **raw(body.encode()))
+    assert response.status_code == 200, response.text
 
 
 async def test_the_response_to_a_wrong_method_names_the_right_ones(client):
