@@ -11,12 +11,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field
 from typing import NamedTuple
+from zlib import crc32
 
 from mars_platform.tier import Tier
 
 _STEPS = 100
 """Thresholds are counted in steps of 1 / 100, since each request may give one of its own."""
 _ROUNDING = 1e-6
+_GROUPS = 64
+"""Number of groups of tenants, each of which may double the counts that replicas report."""
 
 
 class AuditKey(NamedTuple):
@@ -28,6 +31,8 @@ class AuditKey(NamedTuple):
     is_plain: bool
     """Whether each token was simply the likeliest one, as in the outputs that a frontier counts:
     without temperature, penalties, biases, limits or a grammar."""
+    group: int = 0
+    """Group of tenants that the outputs are of, see `group_of`."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +90,15 @@ class AuditOutcome:
     """Whether a checker finds the output right as it was served; None if it was not checked."""
     is_right: bool | None = None
     """Whether it finds the output of mode exact right; None if it was not checked."""
+    group: int = 0
+    """Group of its tenant."""
 
     def counts(self) -> dict[AuditKey, AuditCounts]:
         """Return the outcome as counts."""
         found = dict[AuditKey, AuditCounts]()
         for threshold, num_tokens in self.tokens.items():
             has_diverged = int(threshold == self.diverged_at)
-            key = AuditKey(self.tier, rounded_down(threshold), self.is_plain)
+            key = AuditKey(self.tier, rounded_down(threshold), self.is_plain, self.group)
             found[key] = found.get(key, AuditCounts()) + AuditCounts(1, num_tokens, has_diverged)
         if found and self.was_right is not None and self.is_right is not None:
             lowest = min(found, key=lambda key: key.threshold)
@@ -102,6 +109,20 @@ class AuditOutcome:
                 num_gained=int(self.was_right and not self.is_right),
             )
         return found
+
+
+def group_of(tenant: str) -> int:
+    """Return the group of a tenant, the same in all processes; two seldom share one."""
+    return crc32(tenant.encode("utf-8", "replace")) % _GROUPS
+
+
+def of_all_groups(tally: AuditTally) -> dict[AuditKey, AuditCounts]:
+    """Return a tally without regard to groups."""
+    found = dict[AuditKey, AuditCounts]()
+    for key, counts in tally.items():
+        whole = key._replace(group=0)
+        found[whole] = found.get(whole, AuditCounts()) + counts
+    return found
 
 
 def rounded_down(threshold: float) -> float:

@@ -12,13 +12,18 @@ on average either, and the mean number of audits until a false alarm is at least
 watches (Shin, Ramdas and Rinaldo, "E-detectors", arXiv 2203.03532, theorem 2.4). Losses of twice
 what the frontier says and more are found within hundreds of audits, those that exceed it by a third
 within thousands.
+
+Nobody may raise the alarm with prompts of their own choice. So it takes the evidence of all audits,
+and as much without those of any one tenant. Each is a detector as above, and of several that have
+to agree, the false alarms are as far apart at least as those of one. Only while hardly anything of
+others has been audited, one tenant's outputs are all that there is, and count alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from mars_autoscale.audit.counts import AuditCounts, AuditTally, added
 from mars_autoscale.model.expectations import Expectation, expectation_of
@@ -33,8 +38,57 @@ _PRIOR_DIVERGED = 10.0
 """Expected divergences as which the frontier's own word counts against that of the audits."""
 _HALF_LIFE_DIVERGED = 50.0
 """Expected divergences after which earlier ones count half, as prompts and weights change."""
+_FEW = 20
+"""Audits of others below which one tenant's may raise an alarm alone."""
 _NONE = -math.inf
 """Logarithm of a detector that has seen nothing."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The evidence of some audits against a frontier."""
+
+    log_divergence: tuple[float, ...] = (_NONE,) * len(_FACTORS)
+    """Natural logarithm of the detector of each factor."""
+    log_loss: tuple[float, ...] = (_NONE,) * len(_STAKES)
+    """Natural logarithm of the detector of each stake."""
+    recent_diverged: float = 0.0
+    """Divergences, the latest with the highest weight."""
+    recent_expected: float = 0.0
+    """Divergences that the frontier let expect at the most, weighted alike."""
+    num_outputs: int = 0
+    has_alarmed: bool = False
+    """Whether a detector has reached its limit at some time."""
+
+    def and_of(self, counts: AuditCounts, expectation: Expectation) -> Evidence:
+        """Return this and that of further audits."""
+        events = counts.num_tokens * expectation.divergence
+        divergence = _moved(self.log_divergence, _log_ratios(counts.num_diverged, events))
+        loss = self.log_loss
+        if expectation.loss is not None and counts.num_checked:
+            loss = _moved(loss, _log_payoffs(counts, expectation.loss / 100))
+        weight = 0.5 ** (events / _HALF_LIFE_DIVERGED)
+        return Evidence(
+            divergence,
+            loss,
+            self.recent_diverged * weight + counts.num_diverged,
+            self.recent_expected * weight + events,
+            self.num_outputs + counts.num_outputs,
+            self.has_alarmed or max(_log_mean(divergence), _log_mean(loss)) >= _ALARM,
+        )
+
+    @property
+    def log(self) -> float:
+        """Natural logarithm of the higher detector, at least 0."""
+        return max(_log_mean(self.log_divergence), _log_mean(self.log_loss), 0.0)
+
+    @property
+    def loss_factor(self) -> float:
+        """Ratio of the divergences that were found to those that were expected at the most, with
+        the frontier's own word among the evidence; at least 1.
+        """
+        found = self.recent_diverged + _PRIOR_DIVERGED
+        return max(found / (self.recent_expected + _PRIOR_DIVERGED), 1.0)
 
 
 @dataclass(frozen=True)
@@ -45,42 +99,29 @@ class Drift:
     """The frontier's own words, see `mars_autoscale.model.expectations`."""
     tally: AuditTally = field(default_factory=dict)
     """All audited outputs."""
-    log_divergence: tuple[float, ...] = (_NONE,) * len(_FACTORS)
-    """Natural logarithm of the detector of each factor."""
-    log_loss: tuple[float, ...] = (_NONE,) * len(_STAKES)
-    """Natural logarithm of the detector of each stake."""
-    recent_diverged: float = 0.0
-    """Divergences, the latest with the highest weight."""
-    recent_expected: float = 0.0
-    """Divergences that the frontier let expect at the most, weighted alike."""
+    whole: Evidence = Evidence()
+    """The evidence of all audits."""
+    without: Mapping[int, Evidence] = field(default_factory=dict)
+    """The evidence of all audits but those of one group of tenants, by group."""
     refuted_s: float | None = None
-    """Time of the alarm in seconds since 1970; None before it. The alarm stays."""
+    """Time of the alarm in seconds since 1970; None before it. The alarm stays, unless it came
+    from one tenant alone and others are audited now."""
 
     def heard(self, new: AuditTally, now_s: float) -> Drift:
         """Take in newly audited outputs."""
         if not new:
             return self
-        divergence, loss = self.log_divergence, self.log_loss
-        diverged, expected = self.recent_diverged, self.recent_expected
-        for counts, expectation in self._comparable(new):
-            events = counts.num_tokens * expectation.divergence
-            divergence = _moved(divergence, _log_ratios(counts.num_diverged, events))
-            if expectation.loss is not None and counts.num_checked:
-                loss = _moved(loss, _log_payoffs(counts, expectation.loss / 100))
-            weight = 0.5 ** (events / _HALF_LIFE_DIVERGED)
-            diverged = diverged * weight + counts.num_diverged
-            expected = expected * weight + events
-        has_alarm = max(_log_mean(divergence), _log_mean(loss)) >= _ALARM
-        refuted_s = now_s if has_alarm and self.refuted_s is None else self.refuted_s
-        return Drift(
-            self.expectations,
-            added(self.tally, new),
-            divergence,
-            loss,
-            diverged,
-            expected,
-            refuted_s,
-        )
+        # nothing of a group that is new belongs to the evidence so far
+        groups = {*self.without, *(key.group for key in new)}
+        whole, without = self.whole, {each: self.without.get(each, self.whole) for each in groups}
+        for group, counts, expectation in self._comparable(new):
+            whole = whole.and_of(counts, expectation)
+            for other in groups - {group}:
+                without[other] = without[other].and_of(counts, expectation)
+        found = replace(self, tally=added(self.tally, new), whole=whole, without=without)
+        is_refuted = all(each.has_alarmed for each in found._decisive)
+        refuted_s = now_s if self.refuted_s is None else self.refuted_s
+        return replace(found, refuted_s=refuted_s if is_refuted else None)
 
     def expecting(self, expectations: tuple[Expectation, ...]) -> Drift:
         """Return this, or a new start if the frontier says something else."""
@@ -93,13 +134,8 @@ class Drift:
 
     @property
     def loss_factor(self) -> float:
-        """Factor, at least 1, by which what is served loses more than the frontier says.
-
-        It is the ratio of the divergences that were found to those that were expected at the most,
-        with the frontier's own word among the evidence.
-        """
-        found = self.recent_diverged + _PRIOR_DIVERGED
-        return max(found / (self.recent_expected + _PRIOR_DIVERGED), 1.0)
+        """Factor, at least 1, by which what is served loses more than the frontier says."""
+        return min(each.loss_factor for each in self._decisive)
 
     @property
     def evidence(self) -> float:
@@ -107,14 +143,20 @@ class Drift:
 
         It is the logarithm of the higher one as a share of that of its limit.
         """
-        return max(_log_mean(self.log_divergence), _log_mean(self.log_loss), 0.0) / _ALARM
+        return min(each.log for each in self._decisive) / _ALARM
 
-    def _comparable(self, tally: AuditTally) -> Iterable[tuple[AuditCounts, Expectation]]:
-        """Yield the counts that the frontier says something about: those of plain outputs."""
+    @property
+    def _decisive(self) -> list[Evidence]:
+        """The evidence that has to agree: of all, and without each group if others have some."""
+        others = self.without.values()
+        return [self.whole, *(each for each in others if each.num_outputs >= _FEW)]
+
+    def _comparable(self, tally: AuditTally) -> Iterable[tuple[int, AuditCounts, Expectation]]:
+        """Yield the groups and counts that the frontier says something about: of plain outputs."""
         for key, counts in tally.items():
             expectation = expectation_of(self.expectations, key.threshold)
             if expectation is not None and key.is_plain:
-                yield counts, expectation
+                yield key.group, counts, expectation
 
 
 def _log_ratios(num_diverged: int, expected: float) -> list[float]:

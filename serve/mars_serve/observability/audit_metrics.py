@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, Metric
 
-from mars_autoscale.audit.counts import AuditTally
+from mars_autoscale.audit.counts import AuditTally, of_all_groups
 from mars_serve.observability.metric_families import LABELS, MetricDefinition
 
 AUDIT_COUNTERS = {
@@ -47,7 +47,7 @@ def audit_families(tally: AuditTally, labels: tuple[str, str]) -> Iterator[Metri
         family = CounterMetricFamily(
             definition.name, definition.help, labels=(*LABELS, *_MORE_LABELS)
         )
-        for key, counts in tally.items():
+        for key, counts in of_all_groups(tally).items():
             kind = "plain" if key.is_plain else "other"
             family.add_metric(
                 (*labels, key.tier.value, f"{key.threshold:g}", kind), getattr(counts, field)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +30,7 @@ def outcomes(
     threshold: float = 0.8,
     *,
     is_plain: bool = True,
+    groups: Sequence[int] = (0,),
 ) -> Iterator[Mapping[AuditKey, AuditCounts]]:
     """Yield audits whose tokens diverge with a rate and lose a share of their answers."""
     draw = np.random.default_rng(seed)
@@ -39,6 +42,7 @@ def outcomes(
             is_plain,
             {threshold: min(position, LENGTH)},
             threshold if has_diverged else None,
+            group=int(draw.choice(groups)),
         )
         if loss is not None:
             outcome.is_right, outcome.was_right = True, bool(draw.random() >= loss)
@@ -76,6 +80,55 @@ def test_a_frontier_that_holds_raises_no_alarm(rate: float, loss: float) -> None
     """The last one holds almost: what is 5% worse than said is no reason to stop."""
     for seed in range(4):
         assert audits_to_alarm(Drift(EXPECTED), outcomes(rate, seed, loss), 5000) is None
+
+
+def in_turn(*sources: Iterator[Mapping[AuditKey, AuditCounts]]) -> Iterator[Any]:
+    return chain.from_iterable(zip(*sources, strict=False))
+
+
+@pytest.mark.parametrize("num_others", [1, 3])
+def test_no_tenant_raises_the_alarm_or_spends_the_budget_with_prompts_of_its_choice(
+    num_others: int,
+) -> None:
+    for seed in range(2):
+        chosen = outcomes(0.3, seed, loss=0.9, groups=[7])
+        others = outcomes(0.002, seed, loss=0.076, groups=range(num_others))
+        drift, told = Drift(EXPECTED), in_turn(chosen, chosen, others)
+        for number, audit in enumerate(islice(told, 3000)):
+            drift = drift.heard(audit, float(number))
+        assert drift.whole.has_alarmed
+        assert not drift.is_refuted
+        assert drift.evidence < 1
+        assert drift.loss_factor < 1.5
+
+
+@pytest.mark.parametrize(("num_tenants", "most"), [(2, 800), (4, 500), (60, 400)])
+def test_a_drift_that_all_tenants_see_is_found(num_tenants: int, most: int) -> None:
+    found = [
+        audits_to_alarm(Drift(EXPECTED), outcomes(0.006, seed, groups=range(num_tenants)), 2000)
+        for seed in range(12)
+    ]
+    assert None not in found
+    assert np.median([each for each in found if each]) <= most
+
+
+@pytest.mark.parametrize("num_tenants", [2, 12])
+def test_tenants_raise_no_alarm_while_the_frontier_holds(num_tenants: int) -> None:
+    for seed in range(2):
+        right = outcomes(0.002, seed, 0.076, groups=range(num_tenants))
+        assert audits_to_alarm(Drift(EXPECTED), right, 2500) is None
+
+
+def test_an_alarm_of_one_tenant_alone_lasts_until_enough_of_others_is_audited() -> None:
+    drift, alone = Drift(EXPECTED), outcomes(0.3, 1, groups=[7])
+    for number in range(100):
+        drift = drift.heard(next(alone), float(number))
+    assert drift.is_refuted
+    refuted_s, others = drift.refuted_s, outcomes(0.002, 2, groups=[1])
+    for number in range(100, 119):
+        drift = drift.heard(next(others), float(number))
+    assert drift.refuted_s == refuted_s
+    assert not drift.heard(next(others), 119.0).is_refuted
 
 
 def test_a_change_is_found_after_a_long_time_without_one() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
-from mars_autoscale.audit.counts import AuditOutcome
+from mars_autoscale.audit.counts import AuditOutcome, group_of
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Confidence, LiveDecoding, Mode
 from mars_serve.engine.decoding_options import DecodingOptions, FinishReason
@@ -64,7 +64,8 @@ class _Sample:
             diverged: index of the first token that differs, or None.
         """
         options = self.request.options
-        found = AuditOutcome(options.tier, options.is_plain)
+        group = group_of(self.request.tenant)
+        found = AuditOutcome(options.tier, options.is_plain, group=group)
         left = len(self.served) if diverged is None else diverged + 1
         for threshold, num_tokens in self.passes:
             num_compared = min(num_tokens, left)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Literal
 
-from mars_autoscale.audit.counts import AuditCounts, AuditKey
+from mars_autoscale.audit.counts import AuditCounts, AuditKey, of_all_groups
 from mars_autoscale.audit.drift import Drift
 from mars_autoscale.model.expectations import expectation_of
 from mars_platform.statistics import Estimate, difference_of_pairs, proportion
@@ -67,9 +67,11 @@ class ModelAudit(Shape):
     refuted_s: float | None
     """Unix time in seconds at which they did; null if they do not."""
     evidence: float
-    """Evidence against frontier.json on a logarithmic scale: 0 at the start, 1 at the alarm."""
+    """Evidence against frontier.json on a logarithmic scale, without the one key that has most of
+    it: 0 at the start, 1 at the alarm."""
     loss_factor: float
-    """Factor by which the quality budget counts more than frontier.json says, by recent audits."""
+    """Factor by which the quality budget counts more than frontier.json says, by recent audits and
+    again without any one key's."""
     audited: list[AuditedOutputs]
 
 
@@ -91,6 +93,7 @@ async def _audit(model: ServedModel) -> ModelAudit | None:
         return None
     explanation = await model.backend.autoscaler() or Explanation(None, [])
     drift = explanation.drift
+    tally = of_all_groups(drift.tally)
     return ModelAudit(
         share=settings.share,
         has_checker=settings.checker is not None,
@@ -98,7 +101,7 @@ async def _audit(model: ServedModel) -> ModelAudit | None:
         refuted_s=drift.refuted_s,
         evidence=drift.evidence,
         loss_factor=drift.loss_factor,
-        audited=[_outputs(drift, key, drift.tally[key]) for key in sorted(drift.tally)],
+        audited=[_outputs(drift, key, tally[key]) for key in sorted(tally)],
     )
 
 

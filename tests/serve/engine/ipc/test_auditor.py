@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
@@ -12,7 +13,7 @@ import pytest
 from decoding.engine_requests import make_request
 from decoding.engines import output_of, prompt_of, run
 from decoding.local_engine_client import LocalEngineClient
-from mars_autoscale.audit.counts import AuditCounts, AuditKey, AuditOutcome
+from mars_autoscale.audit.counts import AuditCounts, AuditKey, AuditOutcome, group_of
 from mars_autoscale.model.step_times import StepTimes
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method.mode import Confidence, LiveDecoding, Mode
@@ -111,6 +112,15 @@ def plain_outputs(engine: Engine, served: Sequence[Request]) -> list[list[int]]:
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+
+
+def test_an_outcome_tells_apart_whose_it_is(engine: Engine, prompts: list[list[int]]) -> None:
+    requests = requests_of(prompts[:6])
+    for request, tenant in zip(requests, "aaaabb", strict=True):
+        request.tenant = tenant
+    outcomes = Served(engine, Auditor(engine, share=1.0)).run(requests)
+    found = Counter(key.group for outcome in outcomes for key in outcome.counts())
+    assert found == {group_of("a"): 4, group_of("b"): 2}
 
 
 OPTIONS = {

@@ -258,7 +258,8 @@ async def test_the_threshold_of_a_model_without_autoscaler_cannot_be_returned(go
 
 TALLY = {
     AuditKey(Tier.FLEX, 0.8, True): AuditCounts(400, 20_000, 100, 50, 40, 10, 2),
-    AuditKey(Tier.DEFAULT, 0.9, False): AuditCounts(4, 100, 0),
+    AuditKey(Tier.DEFAULT, 0.9, False): AuditCounts(3, 60, 0),
+    AuditKey(Tier.DEFAULT, 0.9, False, group=3): AuditCounts(1, 40, 0),
 }
 
 
@@ -294,6 +295,7 @@ async def test_audits_are_reported_with_intervals_and_what_was_expected(governed
     assert plain["lossless_accuracy"]["value"] == pytest.approx(80.0)
     assert plain["loss"]["value"] == pytest.approx(16.0)
     assert other["divergence"]["value"] == 0.0
+    assert (other["num_outputs"], other["num_tokens"]) == (4, 100)
     for field in ("expected_divergence", "accuracy", "loss", "expected_loss"):
         assert other[field] is None
 
