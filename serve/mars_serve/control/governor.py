@@ -208,8 +208,11 @@ class Governor:
         late: asyncio.Task[DecisionAndState] | None = None
         while True:
             period_s, began_s = loop.basis.settings.period_s, time.monotonic()
-            record, late = await _decide_once(loop, late)
-            self._announce(model, loop, record)
+            try:
+                record, late = await _decide_once(loop, late)
+                self._announce(model, loop, record)
+            except Exception:  # without this task, nobody would decide any more
+                _log.exception("a decision for %s failed; trying again", model)
             await asyncio.sleep(max(period_s - (time.monotonic() - began_s), 0.0))
 
     def _use(self, model: str) -> None:

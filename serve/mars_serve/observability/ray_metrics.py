@@ -54,12 +54,15 @@ class RayMirror:
         ended = threading.Event()
 
         def run() -> None:
+            is_failing = False
             while not ended.wait(PERIOD_S):
                 try:
                     self.update()
+                    is_failing = False
                 except Exception:
-                    _log.exception("metrics cannot be given to Ray and will be missing there")
-                    return
+                    if not is_failing:  # once for all failures in a row
+                        _log.exception("metrics cannot be given to Ray; trying again")
+                    is_failing = True
 
         threading.Thread(target=run, name="ray-metrics", daemon=True).start()
         return ended.set

@@ -83,17 +83,25 @@ class GovernorLink:
             known = controller.published
             try:
                 newest = await self._client.call("wait", self._model, known, timeout_s)
-            except UNREACHABLE as error:
-                _log.warning("the governor does not answer: %s", error)
+                if newest.version > known.version:
+                    controller.take(newest, time.monotonic())
+            except EngineDied:
+                raise
+            except Exception as error:  # without this task, τ would stay as it is for good
+                is_odd = not isinstance(error, UNREACHABLE)
+                _log.warning("the governor does not answer: %r", error, exc_info=is_odd)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, longest_s)
                 continue
             pause_s, timeout_s = _RETRY_S[0], WAIT_S
-            if newest.version > known.version:
-                controller.take(newest, time.monotonic())
             self._is_current.set()
 
     async def _control(self, controller: ThresholdController) -> None:
         while True:
-            controller.step(time.monotonic())
+            try:
+                controller.step(time.monotonic())
+            except EngineDied:
+                raise
+            except Exception:
+                _log.exception("τ cannot be chosen; trying again")
             await asyncio.sleep(SAMPLE_PERIOD_S)

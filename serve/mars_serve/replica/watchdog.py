@@ -83,18 +83,26 @@ def watch(reader: PulseReader, engine: EngineClient, end: Callable[[], None]) ->
     """
 
     def run() -> None:
-        while engine.is_alive:
-            reader.look(time.monotonic())
-            if reader.is_hung:
-                _log.error("the engine is ended: no sign of life for %.0f s", reader.silent_s)
-                end()
-                return
-            if reader.is_overdue != engine.condition.is_overdue:
-                condition = replace(engine.condition, is_overdue=reader.is_overdue)
-                with suppress(EngineDied):
-                    engine.tell(condition)
-                change = "overdue and gets no requests" if condition.is_overdue else "back"
-                _log.warning("the engine is %s", change)
+        is_over = False
+        while engine.is_alive and not is_over:
+            try:
+                is_over = look()
+            except Exception:  # an engine that nobody watches may hang for good
+                _log.exception("the engine cannot be watched; trying again")
             time.sleep(_LOOK_S)
+
+    def look() -> bool:
+        reader.look(time.monotonic())
+        if reader.is_hung:
+            _log.error("the engine is ended: no sign of life for %.0f s", reader.silent_s)
+            end()
+            return True
+        if reader.is_overdue != engine.condition.is_overdue:
+            condition = replace(engine.condition, is_overdue=reader.is_overdue)
+            with suppress(EngineDied):
+                engine.tell(condition)
+            change = "overdue and gets no requests" if condition.is_overdue else "back"
+            _log.warning("the engine is %s", change)
+        return False
 
     threading.Thread(target=run, name="watchdog", daemon=True).start()

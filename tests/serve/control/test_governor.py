@@ -229,6 +229,13 @@ async def test_an_error_in_one_models_decisions_leaves_others_alone():
         assert {each.problem for each in await records_of(governor, model="other")} == {None}
 
 
+async def test_a_decision_that_cannot_be_committed_does_not_end_deciding(caplog):
+    script = iter([replace(FINE, range=None), FINE])
+    async with deciding(lambda *_: (next(script, FINE), OuterState(3))) as governor:
+        assert (await records_of(governor))[0].num_replicas == 3
+    assert any(record.levelno == logging.ERROR and record.exc_info for record in caplog.records)
+
+
 # A τ set by hand
 
 

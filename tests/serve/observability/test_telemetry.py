@@ -7,7 +7,7 @@ import prometheus_client
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from decoding.local_engine_client import LocalEngineClient
@@ -18,12 +18,13 @@ from mars_platform.tier import Tier
 from mars_serve.engine.decoding_options import DecodingOptions, FinishReason
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
-from mars_serve.observability import request_telemetry
+from mars_serve.observability import ray_metrics, request_telemetry
 from mars_serve.observability.ingress_telemetry import IngressTelemetry
 from mars_serve.observability.metric_families import Histogram
 from mars_serve.observability.ray_metrics import RayMirror
 from mars_serve.observability.replica_telemetry import ReplicaTelemetry
 from mars_serve.observability.request_telemetry import RequestTelemetry
+from waiting import wait_until
 
 SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 3}))
 PROMPT = [5, 9, 12, 30, 7, 41]
@@ -308,6 +309,28 @@ def test_ray_gets_the_growth_of_a_restarted_counter(instruments):
     for _ in range(3):
         mirror.update()
     assert [value for value, _ in instruments["marsray_some_total"].writes] == [5, 2, 4]
+
+
+def test_an_error_does_not_end_the_copies(instruments, monkeypatch, caplog):
+    monkeypatch.setattr(ray_metrics, "PERIOD_S", 0.001)
+    script = iter([1, "odd", 2])
+
+    class Failing(Collector):
+        def collect(self):
+            value = next(script, 2)
+            if value == "odd":
+                raise RuntimeError(value)
+            yield GaugeMetricFamily("marsray_some", "Some.", value=value)
+
+    def copied():
+        return instruments["marsray_some"].writes if instruments else []
+
+    end = RayMirror(Failing(), FAKE_METRICS).start()
+    try:
+        wait_until(lambda: (2, {}) in copied(), 20, lambda: "no further copy")
+    finally:
+        end()
+    assert len(caplog.records) == 1
 
 
 def test_ray_gets_histograms_as_gauges(instruments):

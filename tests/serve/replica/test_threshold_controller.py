@@ -21,6 +21,7 @@ from mars_platform.method.mode import LiveDecoding
 from mars_platform.tier import Tier
 from mars_serve.config.served import PublishedThreshold
 from mars_serve.config.settings import AutoscalingSettings
+from mars_serve.control.governor import Governor
 from mars_serve.engine.decoding_options import DecodingOptions, FinishReason
 from mars_serve.engine.ipc import client as engine_client
 from mars_serve.engine.ipc.channel import Channel
@@ -30,7 +31,9 @@ from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
 from mars_serve.observability.replica_telemetry import ReplicaTelemetry
 from mars_serve.observability.request_telemetry import RequestTelemetry
+from mars_serve.replica.governor_link import GovernorLink
 from mars_serve.replica.threshold_controller import InnerLoopController, ThresholdController
+from waiting import soon
 
 LADDER = (
     AR,
@@ -349,6 +352,54 @@ async def test_a_dead_engine_ends_the_steering_and_its_report_grows_old(
     after = telemetry.report()
     assert after == replace(before, phase=Phase.OVERDUE, age_s=after.age_s)
     assert after.age_s >= 600
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_an_engine_whose_reports_cannot_be_read_counts_as_dead():
+    made = Engine()
+    made.loop.read_in_thread()
+    made.channel.send("no message")
+    await soon(lambda: not made.loop.is_alive)
+    made.channel.close()
+
+
+class Handle:
+    """The handle of a governor that raises some errors first, as Ray and its transport may."""
+
+    def __init__(self, governor, errors):
+        self._governor, self._errors = governor, errors
+
+    def __getattr__(self, method):
+        async def remote(*arguments):
+            if self._errors:
+                raise self._errors.pop()
+            return await getattr(self._governor, method)(*arguments)
+
+        return SimpleNamespace(remote=remote)
+
+
+async def test_no_error_but_a_dead_engine_ends_the_exchange_with_the_governor(engine, telemetry):
+    governor, problems = Governor(), [ZeroDivisionError("odd"), KeyError("odd")]
+
+    def load():
+        if problems:
+            raise problems.pop()
+        return full_load()
+
+    link = GovernorLink("app", "mars", "r1", "10.0.0.1")
+    link._client._actor = Handle(governor, [TypeError("odd"), KeyError("odd"), ValueError("odd")])
+    controller = controller_of(engine)
+    controller._requests = load
+    running = asyncio.create_task(link._run())
+    try:
+        await asyncio.to_thread(link.follow, telemetry, controller)
+        await governor.set("mars", 0.97)
+        async with asyncio.timeout(20):
+            while engine.loop.live.threshold != 0.97 or problems:
+                await asyncio.sleep(0.01)
+        assert not running.done()
+    finally:
+        running.cancel()
 
 
 async def test_without_an_inner_loop_the_published_threshold_holds(engine):

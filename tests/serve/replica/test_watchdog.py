@@ -129,6 +129,13 @@ def test_a_hung_engine_is_ended(
     pulse: Pulse, loop: LocalEngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watchdog, "_LOOK_S", 0.01)
-    ended = threading.Event()
-    watch(reader_of(pulse, step_timeout_s=0.2), loop, ended.set)
+    ended, problems = threading.Event(), [OSError("odd"), ZeroDivisionError("odd")]
+
+    def expected_s(positions: int, cached: int) -> float:
+        if problems:
+            raise problems.pop()
+        return 0.01
+
+    pulse.begin(8, 100)
+    watch(PulseReader(pulse, expected_s, step_timeout_s=0.2), loop, ended.set)
     assert ended.wait(20)

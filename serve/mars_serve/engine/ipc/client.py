@@ -331,10 +331,13 @@ class EngineClient:
         """Read the reports in a thread, for an owner that sends no requests itself."""
 
         def read() -> None:
-            with suppress(ChannelClosed):
+            try:
                 while True:
                     self._take_all(self._channel.receive())
-            self._close()
+            except ChannelClosed:
+                pass
+            finally:  # an engine whose reports nobody reads counts as dead
+                self._close()
 
         threading.Thread(target=read, name="engine-reports", daemon=True).start()
 
