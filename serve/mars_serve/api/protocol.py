@@ -148,6 +148,11 @@ class GenerationRequest(Body):
     calibrated: Flag | None = None
     """Correct the confidence with the checkpoint's calibration before it is compared."""
 
+    window: Annotated[int, Field(ge=0, le=_MAX_INT32, strict=True)] | None = None
+    """Number of masks that each pass feeds, at most the model's block size. By default the engine
+    chooses it from pass to pass by its load and by measured times, on which the output of mode
+    threshold then depends; with ``seed`` and a temperature it is the block size."""
+
     audit: Flag | None = None
     """Let the output be decoded again to measure what faster decoding loses; true by default."""
 

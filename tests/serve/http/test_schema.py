@@ -79,6 +79,7 @@ VALUES = {
     "min_confidence_threshold": [0.5, 0, 2, None],
     "confidence": ["probability", "hope"],
     "calibrated": [False, "maybe"],
+    "window": [0, 2, -1, 2**31, 1.5, "x", None],
     "audit": [False, True, "no", 0, None],
     "seed": [0, 2**63, -(2**63) - 1, 0.5, "x", None],
     "top_p": [1, 0, 1.1],

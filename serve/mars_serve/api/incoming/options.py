@@ -83,6 +83,7 @@ def decoding_options(
         min_threshold=floors.live if floors.follows_live(body) else 0.0,
         translation=floors.translation,
         confidence=body.confidence or Confidence.PROBABILITY,
+        window=_window(body, model, mode),
         tier=Tier(tier),
         sampling=sampling,
         grammar=grammar,
@@ -164,6 +165,22 @@ def _mode(body: GenerationRequest, model: ServedModel, tier: ServiceTier) -> Mod
         reason = "'threshold' may lose quality and service_tier 'priority' may not"
         raise invalid_value("mode", f"{reason}; use 'exact' or 'ar', or another tier")
     return body.mode or Mode.EXACT
+
+
+def _window(body: GenerationRequest, model: ServedModel, mode: Mode) -> int | None:
+    """Return the masks of each pass, or None to let the engine choose them.
+
+    What a request draws with a seed of its own would otherwise depend on the time that passes take.
+    """
+    metadata = model.checkpoint.metadata
+    most = metadata.block_size if metadata else 0
+    if body.window is None:
+        is_repeatable = body.seed is not None and bool(body.temperature)
+        return most if mode is Mode.THRESHOLD and is_repeatable else None
+    if body.window > most:
+        reason = f"{body.window} is more than this model's block size, which is {most}; lower it"
+        raise invalid_value("window", reason)
+    return body.window
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,31 @@ def test_sampling_fields_reach_the_engine(mars, make, fields, sampling):
     assert options_of(mars, make(**fields)).sampling == sampling
 
 
+@pytest.mark.parametrize(
+    ("fields", "window"),
+    [
+        ({"mode": "threshold"}, None),
+        ({"mode": "threshold", "seed": 1}, None),
+        ({"mode": "threshold", "temperature": 1}, None),
+        ({"mode": "threshold", "temperature": 1, "seed": 1}, 4),
+        ({"mode": "exact", "temperature": 1, "seed": 1}, None),
+        ({"mode": "threshold", "temperature": 1, "seed": 1, "window": 0}, 0),
+        ({"window": 3}, 3),
+        ({"window": 4}, 4),
+    ],
+)
+def test_a_window_is_pinned_on_request_and_for_a_seed_that_draws(mars, fields, window):
+    assert options_of(mars, body_of(**fields)).window == window
+
+
+def test_a_window_above_the_block_size_is_refused(mars, plain):
+    with pytest.raises(ApiError, match=r"window: 5 is more than .* block size, which is 4"):
+        options_of(mars, body_of(window=5))
+    assert options_of(plain, body_of(window=0)).window == 0
+    with pytest.raises(ApiError, match=r"window: 1 is more than .* which is 0"):
+        options_of(plain, body_of(window=1))
+
+
 def test_a_seed_is_drawn_if_none_is_given(mars):
     seeds = {options_of(mars, body_of(temperature=1)).sampling.seed for _ in range(20)}
     assert len(seeds) == 20

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
+from mars_autoscale.model.step_times import StepTimes
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method.mode import LiveDecoding
 from rest.rest_requests import BODIES, COMPLETION, COMPLETIONS
@@ -49,6 +51,37 @@ async def test_the_response_reports_the_tier(client, path, tier, used, mode):
     assert (answer["service_tier"], answer["mars"]["mode"]) == (used, mode)
     events = await client.events(path, body)
     assert {event["service_tier"] for event in events} == {used}
+
+
+# Windows
+
+IDLE = StepTimes((1, 4096), (0,), ((1.0,), (1.0,)))
+BUSY = StepTimes((1, 4096), (0,), ((0.001,), (4.096,)))
+"""Times of a machine on which masks cost nothing, and of one on which they never pay."""
+LOW = {"mode": "threshold", "confidence_threshold": 0.02}
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_pinned"),
+    [({}, False), ({"window": 3}, True), ({"temperature": 0.7, "seed": 5}, True)],
+)
+async def test_with_a_pinned_window_the_output_depends_on_no_time_and_no_neighbour(
+    make_loop, mars, fields, is_pinned
+):
+    backend, found = SingleEngineBackend(make_loop(mars)), set()
+    body = {**COMPLETION, **LOW, **fields}
+    others = [{**COMPLETION, **LOW, "prompt": f"{number} is"} for number in range(3)]
+    async with client_of(app_of(served("mars", mars, backend))) as client:
+        for times in (IDLE, BUSY):
+            backend.loop.engine.adapt_windows(times)
+            beside = [asyncio.create_task(client.answer(COMPLETIONS, each)) for each in others]
+            answer = await client.answer(COMPLETIONS, body)
+            await asyncio.gather(*beside)
+            found.add((answer["choices"][0]["text"], answer["mars"]["forward_passes"]))
+            events = await client.events(COMPLETIONS, body)
+            text = "".join(each["choices"][0]["text"] for each in events)
+            found.add((text, events[-1]["mars"]["forward_passes"]))
+    assert (len(found) == 1) == is_pinned, found
 
 
 # The server's own threshold
