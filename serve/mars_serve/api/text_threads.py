@@ -73,6 +73,14 @@ class Turns:
                 turn.set_result(None)
 
 
+class Line:
+    """Threads for which work waits by turns among keys."""
+
+    def __init__(self, name: str, num_threads: int) -> None:
+        self.turns = Turns(num_threads)
+        self.threads = ThreadPoolExecutor(num_threads, name)
+
+
 @dataclass(eq=False)
 class Load:
     """What a request's body takes of the process until its texts are read."""
@@ -80,12 +88,20 @@ class Load:
     caller: Caller
     size: int = 0
     """Bytes that have arrived."""
-    has_turn: bool = False
-    """Whether it is the large body that is being read."""
+    line: Line | None = None
+    """The line in which it is the body's turn; None for a short one, or while it waits."""
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it is read while no other large one is."""
+        return self.size > LARGE
 
 
 class TextThreads:
     """Threads that read clients' texts and write large responses.
+
+    A body that is not short has its turn from before its JSON is read, since the event loop does
+    that, until its texts are read. So the loop never reads many of one key in a row.
 
     Args:
         room: Bytes that large bodies may take together.
@@ -95,12 +111,11 @@ class TextThreads:
         self._room = room
         self._taken = Counter[str]()
         """Bytes by the name of the key whose bodies take them."""
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, "texts")
-        self._turns = Turns(_NUM_THREADS)
+        self._line = Line("texts", _NUM_THREADS)
         # A long text takes a hundred times its own memory, so there is one at a time. It has a
         # thread of its own for shorter ones not to wait for it.
-        self._large_thread = ThreadPoolExecutor(1, "large-text")
-        self._large_turns = Turns(1)
+        self._large = Line("large-texts", 1)
+        self._answers = Line("answers", _NUM_THREADS)
 
     @contextmanager
     def load(self, caller: Caller) -> Iterator[Load]:
@@ -120,7 +135,7 @@ class TextThreads:
         load.size += num_bytes
         name, room = load.caller.name, self._room
         self._taken[name] += num_bytes
-        if load.size <= LARGE:
+        if not load.is_large:
             room *= 2  # small ones go on beside large ones that arrive slowly
         taken = self._taken.total() + (0 if load.caller.is_alone else self._taken[name])
         if taken > room and self._taken[name] > load.size:
@@ -129,9 +144,10 @@ class TextThreads:
 
     async def begin(self, load: Load) -> None:
         """Wait until a body that has arrived may be read, which lasts until `end`."""
-        if load.size > LARGE:
-            await self._large_turns.take(load.caller)
-            load.has_turn = True
+        if load.size > _SHORT:
+            line = self._large if load.is_large else self._line
+            await line.turns.take(load.caller)
+            load.line = line
 
     def end(self, load: Load) -> None:
         """Give back what a body takes, once its texts are read or it is given up."""
@@ -140,32 +156,34 @@ class TextThreads:
         if not self._taken[name]:
             del self._taken[name]
         load.size = 0
-        if load.has_turn:
-            load.has_turn = False
-            self._large_turns.end(load.caller)
+        if load.line is not None:
+            load.line.turns.end(load.caller)
+            load.line = None
 
     async def read(self, load: Load, size: int, work: Callable[[], _Found]) -> _Found:
-        """Do the last work on a body, as `run` does; others go on before its answer is sent."""
+        """Do the last work on a body, which takes as long as on a text of ``size`` bytes."""
+        line = load.line
+        if line is None:
+            return await self.write(load.caller, size, work)
+        load.line = None  # the work has the turn now
         try:
-            return await self.run(load, size, work)
+            return await _run(line, load.caller, work)
         finally:
             self.end(load)
 
-    async def run(self, load: Load, size: int, work: Callable[[], _Found]) -> _Found:
-        """Do some work on a body that takes as long as on a text of ``size`` bytes."""
-        if load.has_turn:
-            return await asyncio.get_running_loop().run_in_executor(self._large_thread, work)
-        return await self.write(load.caller, size, work)
-
     async def write(self, caller: Caller, size: int, work: Callable[[], _Found]) -> _Found:
-        """Do some work that takes as long as on a text of ``size`` bytes: at once if it is short.
-
-        Nothing stops a thread, so work whose request was cancelled keeps its turn to its end.
-        """
+        """Do work that takes as long as on a text of ``size`` bytes: at once if that is short."""
         if size <= _SHORT:
             return work()
-        await self._turns.take(caller)
-        loop = asyncio.get_running_loop()
-        future = self._threads.submit(work)
-        future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._turns.end, caller))
-        return await asyncio.wrap_future(future)
+        await self._answers.turns.take(caller)
+        return await _run(self._answers, caller, work)
+
+
+async def _run(line: Line, caller: Caller, work: Callable[[], _Found]) -> _Found:
+    """Do some work in a turn of a caller, which ends with it.
+
+    Nothing stops a thread, so work whose request was cancelled keeps its turn.
+    """
+    loop, future = asyncio.get_running_loop(), line.threads.submit(work)
+    future.add_done_callback(lambda _: loop.call_soon_threadsafe(line.turns.end, caller))
+    return await asyncio.wrap_future(future)

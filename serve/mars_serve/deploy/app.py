@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import re
-import sys
 import time
 from typing import Any
 
@@ -36,9 +35,6 @@ _MAX_ONGOING = 100_000
 """Concurrency limit of a replica in Ray Serve, never reached: requests wait in ingress replicas for
 the credits of engines, which alone know their load."""
 _UNKNOWN_HOST = "0.0.0.0"  # noqa: S104 - assumed only; nothing is bound to it
-_SWITCH_S = 0.0005
-"""Seconds after which a thread that reads texts gives way to the event loop, which by default would
-wait ten times as long whenever it wakes."""
 _DRAIN_POLL_S = 0.2
 """Seconds between two checks whether a replica that shuts down still runs requests."""
 
@@ -81,7 +77,6 @@ class Ingress:
         from mars_serve.http.middleware.recording import write_logs_to_stderr
 
         write_logs_to_stderr()
-        sys.setswitchinterval(_SWITCH_S)
         app = create_app(self._models, self._settings, replica=self._replica)
         RayMirror(app.state.telemetry, metrics).start()
         self._report(app.state.telemetry)

@@ -144,6 +144,17 @@ async def test_no_turn_is_lost_or_given_twice_however_those_who_wait_leave(num):
     assert most == num
 
 
+async def test_the_json_of_one_body_of_a_key_is_read_at_a_time(threads):
+    first, second, other = (arriving(threads, caller, MEDIUM) for caller in (HOG, HOG, OTHER))
+    await threads.begin(first)
+    waiting = asyncio.create_task(threads.begin(second))
+    await asyncio.wait_for(threads.begin(other), HANG_S)
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    threads.end(first)
+    await asyncio.wait_for(waiting, HANG_S)
+
+
 async def test_a_client_that_reads_its_answer_slowly_holds_no_turn(threads):
     with threads.load(HOG) as load:
         threads.add(load, LARGE + 1)

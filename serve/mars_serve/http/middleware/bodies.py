@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeVar
 
 from pydantic_core import PydanticSerializationError, from_json, to_json
 from starlette.datastructures import Headers
@@ -16,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mars_serve.api.bounds import json_size_of, most_depth
 from mars_serve.api.errors import ApiError, clipped, invalid_value
-from mars_serve.api.text_threads import LARGE, Load, TextThreads
+from mars_serve.api.text_threads import Load, TextThreads
 
 _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")  # methods whose body is not read
 _MAX_DEPTH = 100
@@ -25,6 +27,8 @@ stack that overflows may end the process."""
 _SURROGATES = (rb"\ud", rb"\uD", b"\xed")
 """Beginnings of halves of surrogate pairs, and of some other characters, in JSON."""
 _MAX_NAME = 64  # longest field name that a message quotes
+
+_Found = TypeVar("_Found")
 
 
 class BodyMiddleware:
@@ -66,11 +70,10 @@ class BodyMiddleware:
                 _check_type(headers)
                 _check_unicode(body)
                 await self._threads.begin(load)
-                if most_depth(body) > _MAX_DEPTH or len(body) > LARGE:
+                if most_depth(body) > _MAX_DEPTH or load.is_large:
                     await self._check_structure(body, load)
                 if any(each in body for each in _SURROGATES):
-                    size = len(body) if load.has_turn else 0
-                    await self._threads.run(load, size, lambda: _check_surrogates(body))
+                    await _beside(load, lambda: _check_surrogates(body))
             scope["state"]["load"] = load
             await self._app(scope, _replayed(body, receive), send)
 
@@ -102,12 +105,12 @@ class BodyMiddleware:
 
     async def _check_structure(self, body: bytes, load: Load) -> None:
         """Refuse JSON that would take long to read, or to recurse into."""
-        most = self._max_values if load.has_turn else None
-        found = await self._threads.run(load, len(body), lambda: json_size_of(body, most))
+        most = self._max_values if load.is_large else None
+        found = await _beside(load, lambda: json_size_of(body, most))
         if found.depth > _MAX_DEPTH:
             reason = f"nested more than {_MAX_DEPTH} levels deep; send a flatter one"
             raise ApiError(422, f"body: {reason}", code="unparsable")
-        if not load.has_turn:
+        if not load.is_large:
             return
         if found.num_values > self._max_values:
             reason = f"more than the {self._max_values} names and values that this server takes"
@@ -122,6 +125,11 @@ class BodyMiddleware:
             f"body: more than the {self._max_bytes} bytes that this server takes; send less",
             code="body_too_large",
         )
+
+
+async def _beside(load: Load, work: Callable[[], _Found]) -> _Found:
+    """Do some work on a body, beside the event loop if it is a large one, which has its turn."""
+    return await asyncio.to_thread(work) if load.is_large else work()
 
 
 def _check_type(headers: Headers) -> None:
