@@ -4,16 +4,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := .venv-clients
 
+TRITON := build/triton
+
 .PHONY: demo docs figures test test-full test-clients lint format wheel constraints clean
 
 demo: $(VENV)/.installed
 	$(BIN)/marsray demo $(DEMO_ARGS)
 
-test: $(VENV)/.installed-dev $(VENV)/.browser lint
+test: $(VENV)/.installed-dev $(TRITON)/.installed $(VENV)/.browser lint
 	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 
 # With the coverage of lines and branches, of which build/coverage/html has the pages.
-test-full: $(VENV)/.installed-dev $(VENV)/.browser lint
+test-full: $(VENV)/.installed-dev $(TRITON)/.installed $(VENV)/.browser lint
 	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder --full --cov --cov-report=html --cov-report=term
 
 # The documentation site, in build/site; a broken link or anchor is an error.
@@ -64,13 +66,15 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
 
-# CUDA builds of torch bring the Triton that they need, so that no extra can name a version. Its
-# interpreter, in which the kernels are tested without a GPU, is right from this one on.
 $(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
-	$(BIN)/python -c 'import triton' 2> /dev/null || \
-		$(BIN)/python -m pip install --quiet --no-deps triton==3.9.0
 	touch $@ $(VENV)/.installed
+
+# Triton's interpreter, in which the kernels are tested without a GPU, is right from this version on.
+# It lies apart, since CUDA builds of torch bring an older one, which they need, and others none.
+$(TRITON)/.installed: $(VENV)/.torch
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(TRITON) triton==3.9.0
+	touch $@
 
 # The browser that tests of the web pages run, from Debian. Where that is not possible they are
 # skipped, with the reason.

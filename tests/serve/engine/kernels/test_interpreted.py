@@ -1,11 +1,11 @@
 """Triton kernels, in the interpreter, equal their twins in plain torch; and GPUs can have them.
 
-The interpreter of versions before 3.9 fails on loops whose length a tensor gives.
+The interpreter of versions before 3.9 fails on loops whose length a tensor gives. So one of its own
+runs them, which `make test` installs beside the environment, where torch may need an older one.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -22,20 +22,29 @@ from interpreted.attention_cases import CASES, TOLERANCES, Case
 ROOT = Path(__file__).parents[4]
 SUPPORT = ROOT / "tests" / "support"
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-VERSION = importlib.metadata.version("triton") if HAS_TRITON else "0.0"
+TRITON = ROOT / "build" / "triton"
+HAS_OWN = (TRITON / "triton").is_dir()
+IS_INSTALLED = importlib.util.find_spec("triton") is not None
 
-needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 needs_interpreter = pytest.mark.skipif(
-    tuple(map(int, VERSION.split(".")[:2])) < (3, 9), reason="needs Triton 3.9 or later"
+    not HAS_OWN, reason="needs the Triton that make test installs in build/triton"
 )
+needs_triton = pytest.mark.skipif(
+    not HAS_OWN and not IS_INSTALLED, reason="needs Triton, which make test installs"
+)
+
+
+def environment(variables: dict[str, str], *first: Path) -> dict[str, str]:
+    """Variables of a process that finds what this one finds, behind some directories."""
+    path = os.pathsep.join(map(str, [*first, *sys.path]))
+    return {**os.environ, "PYTHONPATH": path, **variables}
 
 
 def lines_of(script: str) -> list[Any]:
     """Run comparisons in a process of their own, and return the lines of JSON that it prints."""
     done = subprocess.run(
         [sys.executable, str(SUPPORT / "interpreted" / script)],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(SUPPORT)},
+        env=environment({"TRITON_INTERPRET": "1"}, TRITON),
         capture_output=True,
         text=True,
         check=False,
@@ -73,7 +82,9 @@ def test_proposals_and_confidences_equal_their_twins() -> None:
 
 
 @needs_triton
-def test_one_module_adds_the_kernels_of_all_operators() -> None:
+def test_one_module_adds_the_kernels_of_all_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not IS_INSTALLED:
+        monkeypatch.syspath_prepend(TRITON)
     importlib.import_module("mars_serve.engine.kernels.gpu")
     operators = {name for name in torch._C._dispatch_get_all_op_names() if "marsray::" in name}
     on_cpu, on_gpu = (
@@ -87,10 +98,10 @@ def test_one_module_adds_the_kernels_of_all_operators() -> None:
 
 @needs_triton
 def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
-    script, environment = ROOT / "bench" / "kernels" / "compile.py", dict(os.environ)
+    script = ROOT / "bench" / "kernels" / "compile.py"
     command = [sys.executable, str(script), "--capability", "9.0", "--quick"]
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    variables = environment({"TRITON_CACHE_DIR": str(tmp_path)}, *[TRITON][IS_INSTALLED:])
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     kernels = {line.split(" | ")[1] for line in done.stdout.splitlines() if " | 9.0 | " in line}
     assert kernels == {
