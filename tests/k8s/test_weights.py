@@ -84,6 +84,9 @@ def test_the_object_store_replaces_the_disk(render, tmp_path):
     spec = service.workers["template"]["spec"]
     check = spec["initContainers"][0]
     assert check["command"][2:] == ["fetch", "$(WEIGHTS_URL)", "/models/current"]
+    head = service.cluster["headGroupSpec"]["template"]["spec"]
+    named = [*head["volumes"], *head["containers"][0]["volumeMounts"]]
+    assert "models" not in {each["name"] for each in named}
     (volume,) = (each for each in spec["volumes"] if each["name"] == "models")
     assert "emptyDir" in volume
     for container in [*spec["containers"], check]:

@@ -91,6 +91,14 @@ def test_a_directory_of_a_model_is_uploaded_whole(files, directory):
     assert set(found) == {"model/config.json", "model/deep/weights", "data/train.jsonl"}
 
 
+@pytest.mark.parametrize("name", ["README.md", "deep/weights", "more"])
+def test_a_model_with_a_link_to_files_elsewhere_is_not_uploaded(refusal, directory, name):
+    (directory / "model" / "deep").mkdir(parents=True)
+    (directory / "model" / name).symlink_to("/etc" if name == "more" else "/proc/self/environ")
+    message = refusal(model={"base": "model"})
+    assert message.startswith(f"model.base: model: {name} is a link that leads out of the")
+
+
 def test_held_out_data_is_uploaded_too(files, directory):
     (directory / "held-out.jsonl").write_text("{}\n")
     assert "held-out.jsonl" in files(evaluation={"data": ["held-out.jsonl"]})

@@ -1,4 +1,4 @@
-"""Writes files into a checkpoint directory, whole or not at all.
+"""Writes files and directories whole or not at all, and so that they survive a power cut.
 
 Imports no Ray, torch or HTTP library.
 """
@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from mars_platform.errors import UserError
 
 
 def write_whole(directory: Path, name: str, text: str) -> Path:
-    """Write a file, replacing an existing one; readers see the old content or the new, no mixture.
+    """Write a file of a checkpoint, replacing an existing one; see `replacing`.
 
     Returns:
         The file's path.
@@ -21,14 +23,45 @@ def write_whole(directory: Path, name: str, text: str) -> Path:
     Raises:
         UserError: the file cannot be written.
     """
-    file, partial = directory / name, directory / f".{name}.{os.getpid()}"
+    file = directory / name
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(file)
+        with replacing(file) as partial:
+            partial.write_text(text, encoding="utf-8")
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise _cannot_write(directory, name, error) from error
     return file
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a path to make a file or link at, which replaces that of ``path`` after the block.
+
+    Readers see the old content or the new, no mixture. If the block fails, the old stays.
+    """
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as directory:
+        partial = Path(directory) / path.name
+        yield partial
+        if not partial.is_symlink():
+            sync(partial)
+        partial.replace(path)
+    sync(path.parent)
+
+
+def settle(partial: Path, target: Path) -> None:
+    """Flush a directory with all of its files to disk, and only then rename it."""
+    for path in (*partial.rglob("*"), partial):
+        sync(path)
+    partial.rename(target)
+    sync(target.parent)
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the entries of a directory, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def check_writable(directory: Path, name: str) -> None:

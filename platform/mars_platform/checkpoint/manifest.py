@@ -31,6 +31,7 @@ _MAX_NAME = 1024  # bytes, as in S3
 _MAX_PART = 255  # bytes, as in common file systems
 _MAX_DEPTH = 16
 _DOCUMENTS = frozenset({".md", ".png", ".svg"})
+_LINK_REMEDY = "remove it, or put a copy of its target in its place if that belongs there"
 
 
 def plain_name(name: str) -> str:
@@ -118,15 +119,13 @@ def describe_all(directory: Path) -> Manifest:
             directory, a pipe, a strange name, or too many files.
     """
     try:
-        names = sorted(name for name in _linked_within(directory) if name != MANIFEST)
+        names = sorted(name for name in own_files(directory) if name != MANIFEST)
         for name in names:
             if not (directory / name).is_file():
                 raise Damaged(f"{name} is no file")
         Manifest(files=dict.fromkeys(names, FileEntry(num_bytes=0, sha256="0" * 64)))
     except Damaged as error:
-        raise UserError(
-            f"{directory}: {error}; remove it, or copy the directory by cp -rL, which follows links"
-        ) from error
+        raise UserError(f"{directory}: {error}; {_LINK_REMEDY}") from error
     except ValidationError as error:
         raise UserError(f"{directory}: {_reason(error)}; rename or remove it") from error
     return Manifest(files={name: describe(directory / name) for name in names})
@@ -206,13 +205,44 @@ def refuse_unlisted(manifest: Manifest, present: Iterator[str]) -> None:
             raise Damaged(f"{name} is not listed in {MANIFEST}")
 
 
-def local_files(directory: Path) -> Iterator[str]:
+def refuse_links_out(directory: Path, setting: str = "model") -> None:
+    """Refuse a checkpoint's or adapter's directory with links to files that are not its own.
+
+    Whoever made such a link would have this machine's files read, and shown or sent elsewhere.
+
+    Args:
+        directory: the directory, which may itself be a link.
+        setting: name that the error begins with.
+
+    Raises:
+        UserError: there is such a link; the message names it and the remedy.
+    """
+    try:
+        for _ in own_files(directory):
+            pass
+    except Damaged as error:
+        raise UserError(f"{setting}: {directory}: {error}; {_LINK_REMEDY}") from error
+
+
+def own_files(directory: Path) -> Iterator[str]:
     """Yield the paths of all files below a local directory, relative to it; a link is a file.
 
     Raises:
-        Damaged: a directory below cannot be read.
+        Damaged: a link leads out of the directory, other than to the blobs that the Hugging Face
+            hub's cache keeps for the same repository, or a directory below cannot be read.
     """
+    root = Path(os.path.realpath(directory))
+    repository = root.parent.parent
+    is_cached = root.parent.name == "snapshots" and repository.name.startswith("models--")
+    roots = (root, repository / "blobs") if is_cached else (root,)
+    for name in _local_files(root):
+        target = Path(os.path.realpath(root / name))
+        if not any(target.is_relative_to(each) for each in roots):
+            raise Damaged(f"{name} is a link that leads out of the directory")
+        yield name
 
+
+def _local_files(directory: Path) -> Iterator[str]:
     def unreadable(error: OSError) -> None:
         raise Damaged(f"{error.filename} cannot be read ({error.strerror})") from error
 
@@ -225,20 +255,11 @@ def local_files(directory: Path) -> Iterator[str]:
 def _present(file_system: Any, directory: str) -> Iterator[str]:
     """Yield the names of all files below a directory on an fsspec file system."""
     if isinstance(file_system, LocalFileSystem):
-        yield from _linked_within(Path(directory))
+        yield from own_files(Path(directory))
         return
     for path in file_system.find(directory):
         if not path.endswith("/"):  # stands for a directory in some object stores
             yield path.removeprefix(f"{directory.rstrip('/')}/")
-
-
-def _linked_within(directory: Path) -> Iterator[str]:
-    """Yield what `local_files` does, links that lead out of the directory refused."""
-    root = Path(os.path.realpath(directory))
-    for name in local_files(root):
-        if not Path(os.path.realpath(root / name)).is_relative_to(root):
-            raise Damaged(f"{name} is a link that leads out of the directory")
-        yield name
 
 
 def _reason(error: ValidationError) -> str:

@@ -8,6 +8,7 @@ Imports no Ray, torch or HTTP library.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
@@ -18,9 +19,10 @@ from pydantic import Field
 from mars_platform.checkpoint.manifest import (
     MANIFEST,
     Damaged,
-    local_files,
+    own_files,
     plain_name,
     read_manifest,
+    refuse_links_out,
     refuse_unlisted,
 )
 from mars_platform.config import Settings, build_settings, read_json
@@ -51,19 +53,52 @@ def locate_model(model: str) -> Path:
     """Return the directory of a model, downloading a Hugging Face hub model that is not cached.
 
     Args:
-        model: directory or hub id.
+        model: directory, or hub id with a branch, tag or commit after an ``@`` if need be.
 
     Raises:
-        UserError: there is no such model, it is an adapter, or the hub cannot be reached and the
-            model is not cached.
+        UserError: there is no such model, it is an adapter, it has links to files elsewhere, or the
+            hub cannot be reached and the model is not cached.
     """
     path = Path(model)
-    if (path / "config.json").is_file():
-        return path
+    if not (path / "config.json").is_file():
+        path = _download(model, _DOWNLOADED)
+    refuse_links_out(path)
+    return path
+
+
+def pin_model(model: str) -> str:
+    """Return a name by which the model stays the same when links turn and hub models change.
+
+    Args:
+        model: see `locate_model`.
+
+    Returns:
+        See `pin_path` for a path; for a hub id, the id with the commit that it means now.
+
+    Raises:
+        UserError: the hub cannot be reached and the model is not cached.
+    """
+    if Path(model).exists() or _is_path(model):
+        return pin_path(model)
+    return f"{model.partition('@')[0]}@{_download(model, ['config.json']).name}"
+
+
+def pin_path(path: str) -> str:
+    """Return a path with all links resolved; one that does not exist here stays as it is."""
+    return os.path.realpath(path) if Path(path).exists() else path
+
+
+def _is_path(model: str) -> bool:
+    return model.startswith((".", "/", "~")) or model.count("/") != 1
+
+
+def _download(model: str, patterns: list[str]) -> Path:
+    """Return the directory of a hub model's files, which has the name of their commit."""
+    path = Path(model)
     if path.exists():
         refuse_adapter(path)
         raise UserError(f"model: {model} holds no config.json, so it is not a model directory")
-    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+    if _is_path(model):
         raise UserError(f"model: there is no directory {model}; give an existing one or a hub id")
     from huggingface_hub import snapshot_download  # takes tenths of a second
     from huggingface_hub.errors import (
@@ -72,8 +107,9 @@ def locate_model(model: str) -> Path:
         LocalEntryNotFoundError,
     )
 
+    name, _, revision = model.partition("@")
     try:
-        return Path(snapshot_download(model, allow_patterns=_DOWNLOADED))
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=patterns))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise UserError(
             f"model: {model} is no local directory and cannot be had from the Hugging Face hub "
@@ -198,7 +234,7 @@ def _refuse_unlisted_files(path: Path) -> None:
     except Damaged:  # none, or another program's, which promises nothing about marsray's files
         return
     try:
-        refuse_unlisted(manifest, local_files(path))
+        refuse_unlisted(manifest, own_files(path))
     except Damaged as error:
         raise UserError(
             f"model: {path}: {error}; remove the file, or, if it belongs there, delete {MANIFEST}: "

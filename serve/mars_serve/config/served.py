@@ -5,8 +5,10 @@ Imports no Ray or HTTP library.
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client.core import Metric
@@ -100,6 +102,25 @@ class Backend(Protocol):
         """Return what was added to the dashboard's picture since a time; all of it if None."""
 
 
+def read_served(settings: ModelSettings) -> Checkpoint:
+    """Read the checkpoint of a model, the same in each process of its deployment.
+
+    Raises:
+        UserError: a file cannot be used, or a path is a link, which may have led another process
+            elsewhere.
+    """
+    from mars_platform.checkpoint.adapted import read_model
+
+    for path in filter(None, (settings.path, settings.adapter)):
+        if Path(path).is_symlink():
+            raise UserError(
+                f"models: {settings.name}: {path} is a link that is not there on the machine where "
+                "the deployment was made, so that replicas could follow it to different models; "
+                f"mount it there, too, or name its target, which is {os.path.realpath(path)} now"
+            )
+    return read_model(settings.path, settings.adapter)
+
+
 @dataclass(frozen=True)
 class ServedModel:
     """A model that requests can name."""
@@ -129,6 +150,18 @@ class ServedModel:
             ids |= {thinking.begin, thinking.end}
         object.__setattr__(self, "thinking", thinking)
         object.__setattr__(self, "prompts", PromptEncoder(self.checkpoint.tokenizer, ids))
+
+    @property
+    def root(self) -> str:
+        """Hub id of the model; its name if it is a directory, whose path clients are not told."""
+        path = self.settings.path
+        is_directory = self.checkpoint.path == Path(path)
+        return self.settings.name if is_directory else path.partition("@")[0]
+
+    @property
+    def adapter_name(self) -> str | None:
+        """Name of the adapter's directory, without its path; None for a whole model."""
+        return None if self.settings.adapter is None else Path(self.settings.adapter).name
 
     @property
     def max_length(self) -> int:

@@ -74,7 +74,9 @@ class ModelSettings(Settings):
     name: str = Field(min_length=1, max_length=128)
     """Name that requests give as ``model``."""
     path: str
-    """Checkpoint directory or Hugging Face hub id."""
+    """Checkpoint directory, or Hugging Face hub id, with a branch, tag or commit after an ``@`` if
+    need be. A deployment keeps the directory that a link led to when it was made, and the commit
+    that a hub id meant, also in replicas that start later."""
     adapter: str | None = None
     """Directory of an adapter of the model, by ``marsray train``, that acts at masks only: modes ar
     and exact give the output of the model itself. Files of ``marsray calibrate`` lie there."""

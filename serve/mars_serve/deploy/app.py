@@ -21,9 +21,10 @@ from ray.serve.handle import DeploymentHandle
 from mars_autoscale.policy.reports import IngressReport
 from mars_autoscale.ray.ongoing_policy import ongoing_requests
 from mars_autoscale.ray.ray_policy import JointPolicy
+from mars_platform.checkpoint.metadata import pin_model, pin_path
 from mars_platform.config import build_settings
 from mars_serve.config.number_type import with_dtype
-from mars_serve.config.served import ServedModel
+from mars_serve.config.served import ServedModel, read_served
 from mars_serve.config.settings import ModelSettings, ServeSettings
 from mars_serve.control.reporting import report_in_thread
 from mars_serve.deploy.backend import ReplicaBackend
@@ -43,9 +44,6 @@ class Ingress:
     """The ingress deployment, which serves the REST application over the models' handles."""
 
     def __init__(self, settings: ServeSettings, handles: list[DeploymentHandle]) -> None:
-        # Torch comes with it, which the process that deploys does without.
-        from mars_platform.checkpoint.adapted import read_model
-
         created, context = int(time.time()), serve.get_replica_context()
         models = [with_dtype(model) for model in settings.models]
         self._settings = settings = settings.model_copy(update={"models": models})
@@ -64,7 +62,7 @@ class Ingress:
         self._models = {
             model.name: ServedModel(
                 model,
-                read_model(model.path, model.adapter),
+                read_served(model),
                 self._backends[model.name],
                 created,
             )
@@ -116,8 +114,16 @@ def application(args: dict[str, Any]) -> Application:
 
 
 def build_application(settings: ServeSettings) -> Application:
-    """Build the application graph for ``serve.run``, with keys from the environment."""
-    settings = settings.model_copy(update={"keys": settings.keys.captured()})
+    """Build the application graph for ``serve.run``, with keys from the environment.
+
+    All replicas get the checkpoints that links and hub ids lead to here and now: those that start
+    after a promotion have to fit the tokenizer of the ingress.
+
+    Raises:
+        UserError: a hub id cannot be resolved.
+    """
+    models = [_pinned(model) for model in settings.models]
+    settings = settings.model_copy(update={"models": models, "keys": settings.keys.captured()})
     num_threads = _share_of_cores(settings.models)
     handles = [_bind_model(settings, index, num_threads) for index in range(len(settings.models))]
     options = {
@@ -128,6 +134,11 @@ def build_application(settings: ServeSettings) -> Application:
     }
     ingress = serve.deployment(serve.ingress()(Ingress), **options)
     return ingress.bind(settings, handles)
+
+
+def _pinned(model: ModelSettings) -> ModelSettings:
+    adapter = None if model.adapter is None else pin_path(model.adapter)
+    return model.model_copy(update={"path": pin_model(model.path), "adapter": adapter})
 
 
 def _share_of_cores(models: list[ModelSettings]) -> int:

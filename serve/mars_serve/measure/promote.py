@@ -11,14 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
 
+from filelock import FileLock, Timeout
 from fsspec.implementations.local import LocalFileSystem
 
 from mars_autoscale.model.frontier import Frontier, read_frontier
 from mars_autoscale.model.frontier_points import FrontierPoint
 from mars_platform.checkpoint.adapter.files import read_adapter
 from mars_platform.checkpoint.directory import read_checkpoint
-from mars_platform.checkpoint.files import write_whole
-from mars_platform.checkpoint.manifest import MANIFEST, Damaged, describe_all, verify
+from mars_platform.checkpoint.files import replacing, write_whole
+from mars_platform.checkpoint.manifest import (
+    MANIFEST,
+    Damaged,
+    describe_all,
+    refuse_links_out,
+    verify,
+)
 from mars_platform.checkpoint.metadata import ADAPTER_FILE
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
@@ -81,9 +88,27 @@ def promote(candidate: Path, service: Path, gate: Gate | None) -> list[PointPair
 
     Raises:
         UserError: the candidate is worse, damaged or incomplete, a frontier cannot be used, the
-            frontiers were measured differently, or the link cannot be made. The link then stays as
-            it was.
+            frontiers were measured differently, the link leads nowhere or cannot be made, or
+            another process changes it. The link then stays as it was.
     """
+    if not service.parent.is_dir():
+        raise UserError(f"--service: there is no directory {service.parent}; check the path")
+    lock = FileLock(service.with_name(f".{service.name}.lock"))
+    try:
+        held = lock.acquire(timeout=0)  # until the link is changed, the comparison has to hold
+    except Timeout as error:
+        raise UserError(
+            f"--service: another marsray promote changes {service} at this moment; wait for its "
+            "end, and promote again"
+        ) from error
+    except OSError as error:
+        raise _cannot_change(service, error) from error
+    with held:
+        return _promote(candidate, service, gate)
+
+
+def _promote(candidate: Path, service: Path, gate: Gate | None) -> list[PointPair]:
+    refuse_links_out(candidate)
     frontier = read_frontier(candidate)
     if service.exists() and not service.is_symlink():
         raise UserError(
@@ -97,8 +122,14 @@ def promote(candidate: Path, service: Path, gate: Gate | None) -> list[PointPair
             "way; name a link of its own"
         )
     compared = list[PointPair]()
-    if gate is not None and service.exists():
+    if gate is not None and service.is_symlink():
+        if not service.exists():
+            raise UserError(
+                f"--service: {service} leads to {service.readlink()}, which is not there to be "
+                f"compared with; restore it, {_FORCE}"
+            )
         try:
+            refuse_links_out(service)
             current = read_frontier(service)
         except UserError as error:
             raise UserError(f"{error}, {_FORCE}") from error
@@ -207,10 +238,12 @@ def _is_adapter(path: Path) -> bool:
 
 def _point(link: Path, target: Path) -> None:
     """Change a link in one step: readers find either the old target or the new one."""
-    new = link.with_name(f".{link.name}.new")
     try:
-        new.unlink(missing_ok=True)
-        new.symlink_to(target, target_is_directory=True)
-        new.replace(link)
+        with replacing(link) as new:
+            new.symlink_to(target, target_is_directory=True)
     except OSError as error:
-        raise UserError(f"--service: {link}: cannot be changed ({error.strerror})") from error
+        raise _cannot_change(link, error) from error
+
+
+def _cannot_change(link: Path, error: OSError) -> UserError:
+    return UserError(f"--service: {link}: cannot be changed ({error.strerror or error})")

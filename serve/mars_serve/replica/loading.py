@@ -9,10 +9,10 @@ from importlib import import_module
 
 import torch
 
-from mars_platform.checkpoint.adapted import read_model
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.errors import UserError
 from mars_serve.config.number_type import with_dtype
+from mars_serve.config.served import read_served
 from mars_serve.config.settings import ModelSettings
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.ipc.auditor import Check
@@ -61,7 +61,7 @@ def _describe_memory(settings: ModelSettings) -> str:
 
 def _load(settings: ModelSettings) -> Engine:
     settings = with_dtype(settings)
-    checkpoint = read_model(settings.path, settings.adapter)
+    checkpoint = read_served(settings)
     dtype = getattr(torch, settings.dtype)
     device = "cuda" if settings.num_gpus else "cpu"
     return Engine(checkpoint, settings.engine, dtype=dtype, device=device)

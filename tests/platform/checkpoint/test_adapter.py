@@ -76,6 +76,14 @@ def adapter_copy(adapter_path, tmp_path):
     return shutil.copytree(adapter_path, tmp_path / "adapter")
 
 
+@pytest.mark.parametrize("name", ["README.md", WEIGHTS_FILE, MANIFEST])
+def test_an_adapter_with_a_link_out_of_its_directory_is_refused(adapter_copy, tmp_path, name):
+    (adapter_copy / name).unlink(missing_ok=True)
+    (adapter_copy / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(UserError, match=rf"^adapter: {adapter_copy}: {name} is a link that leads"):
+        read_adapter(adapter_copy)
+
+
 def adapted(base_path, adapter_path, dtype=torch.float32):
     checkpoint = adapt(read_checkpoint(base_path), read_adapter(adapter_path))
     return checkpoint, load_weights(checkpoint, dtype=dtype)

@@ -194,7 +194,7 @@ def test_a_link_that_leads_out_of_the_directory_is_refused(stored, tmp_path, nam
     problem = rf"{name} is a link that leads out of the directory"
     with pytest.raises(Damaged, match=f"^{problem}$"):
         verify(LOCAL, str(stored))
-    with pytest.raises(UserError, match=f"{problem}; remove it, or copy the directory by cp -rL"):
+    with pytest.raises(UserError, match=f"{problem}; remove it, or put a copy of its"):
         describe_all(stored)
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 
 import pytest
+from huggingface_hub import constants
 
 from mars_platform.checkpoint.directory import read_checkpoint
+from mars_platform.checkpoint.inspection import inspect_model
 from mars_platform.checkpoint.manifest import MANIFEST, describe_all
-from mars_platform.checkpoint.metadata import refuse_foreign_files
+from mars_platform.checkpoint.metadata import locate_model, pin_model, refuse_foreign_files
 from mars_platform.errors import UserError
 
 INDEX = "model.safetensors.index.json"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture
@@ -100,9 +103,80 @@ def test_a_directory_without_a_manifest_may_hold_any_files(directory, manifest):
     refuse_foreign_files(directory)
 
 
-def test_files_of_the_hubs_cache_are_links_out_of_the_directory(directory, tmp_path):
-    (tmp_path / "blob").write_text("{}")
-    (directory / MANIFEST).write_text(describe_all(directory).text)
-    (directory / "config.json").unlink()
-    (directory / "config.json").symlink_to(tmp_path / "blob")
-    refuse_foreign_files(directory)
+def linked(file, target):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.unlink(missing_ok=True)
+    file.symlink_to(target)
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", "config.json", "chat_template.jinja", "deep/own.jinja", ".hidden", "more"]
+)
+@pytest.mark.parametrize("read", [read_checkpoint, inspect_model, locate_model])
+def test_a_link_out_of_the_directory_is_refused_by_every_reader(directory, tmp_path, name, read):
+    outside = tmp_path / "secret"
+    outside.mkdir() if name == "more" else outside.write_text("{}")
+    linked(directory / name, outside)
+    (tmp_path / "current").symlink_to(directory)
+    with pytest.raises(UserError) as caught:
+        read(str(tmp_path / "current"))
+    assert str(caught.value) == (
+        f"model: {tmp_path / 'current'}: {name} is a link that leads out of the directory; remove "
+        "it, or put a copy of its target in its place if that belongs there"
+    )
+
+
+def test_links_within_the_directory_and_to_it_are_read(directory, tmp_path):
+    linked(directory / "README.md", "config.json")
+    (tmp_path / "current").symlink_to(directory)
+    assert locate_model(str(tmp_path / "current")) == tmp_path / "current"
+
+
+HUB = "models--some--model"
+
+
+@pytest.fixture
+def snapshot(directory, tmp_path):
+    """A repository in the hub's cache, whose files are links to blobs."""
+    path = tmp_path / "hub" / HUB / "snapshots" / COMMIT
+    path.mkdir(parents=True)
+    (tmp_path / "hub" / HUB / "refs").mkdir()
+    (tmp_path / "hub" / HUB / "refs" / "main").write_text(COMMIT)
+    (tmp_path / "hub" / HUB / "blobs").mkdir()
+    for number, file in enumerate(directory.iterdir()):
+        file.rename(tmp_path / "hub" / HUB / "blobs" / str(number))
+        linked(path / file.name, f"../../blobs/{number}")
+    return path
+
+
+def test_the_hubs_cache_is_read_and_leads_nowhere_else(snapshot, tmp_path):
+    linked(snapshot / "deep" / "file", "../../../blobs/0")
+    locate_model(str(snapshot))
+    linked(tmp_path / "hub" / "models--other" / "blobs" / "0", tmp_path / "secret")
+    for target in ("../../../models--other/blobs/0", "../../refs/main"):
+        linked(snapshot / "README.md", target)
+        with pytest.raises(UserError, match=r"README\.md is a link that leads out"):
+            locate_model(str(snapshot))
+
+
+def test_a_blob_that_is_a_link_is_refused(snapshot, tmp_path):
+    linked(tmp_path / "hub" / HUB / "blobs" / "0", tmp_path / "secret")
+    with pytest.raises(UserError, match="is a link that leads out"):
+        locate_model(str(snapshot))
+
+
+def test_a_pinned_model_stays_the_same_when_links_turn_and_the_hub_changes(
+    snapshot, directory, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    (tmp_path / "current").symlink_to(directory)
+    assert pin_model(str(tmp_path / "current")) == str(directory)
+    assert pin_model("/nowhere/current") == "/nowhere/current"
+    pinned = pin_model("some/model")
+    assert pinned == f"some/model@{COMMIT}"
+    (tmp_path / "hub" / HUB / "refs" / "main").write_text("f" * 40)
+    assert pin_model(pinned) == pinned
+    assert locate_model(pinned) == snapshot
+    with pytest.raises(UserError, match=r"^model: some/model is no local directory"):
+        pin_model("some/model")

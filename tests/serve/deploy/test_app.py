@@ -40,6 +40,21 @@ def test_a_models_deployment_keeps_its_name_if_models_are_added():
     assert deployments_of({**ARGS, "models": models}).keys() - before == added
 
 
+def test_replicas_that_start_after_a_promotion_get_the_checkpoint_of_their_deployment(tmp_path):
+    for name in ("v3", "v4", "adapter"):
+        (tmp_path / name).mkdir()
+    for link in ("current", "own"):
+        (tmp_path / link).symlink_to("v3" if link == "current" else "adapter")
+    paths = {"path": str(tmp_path / "current"), "adapter": str(tmp_path / "own")}
+    built = deployments_of({**ARGS, "models": [{"name": "mine", **paths}]})
+    for link in ("current", "own"):
+        (tmp_path / link).unlink()
+        (tmp_path / link).symlink_to("v4")
+    ingress, model = (built[name].init_args[0] for name in ("ingress", "model-0-mine"))
+    expected = (str(tmp_path / "v3"), str(tmp_path / "adapter"))
+    assert [(each.path, each.adapter) for each in (ingress.models[0], model)] == [expected] * 2
+
+
 @pytest.mark.parametrize(("given", "percent"), [({}, 25), ({"surge_percent": 0}, 0)])
 def test_an_update_starts_replicas_before_it_ends_others(given, percent):
     deployments = deployments_of({**ARGS, **given}).values()

@@ -88,6 +88,31 @@ async def test_a_damaged_file_is_one_that_is_missing(measured_dir, model_at, tmp
     assert about["examples"] == []
 
 
+async def test_a_link_that_appears_later_shows_nothing_of_the_server(
+    measured_dir, model_at, tmp_path
+):
+    path = shutil.copytree(measured_dir, tmp_path / "model")
+    model = model_at(path)
+    (path / "README.md").unlink()
+    (path / "README.md").symlink_to("/proc/self/environ")
+    about = await told(model)
+    assert about["card"] is None
+    assert about["missing"]["card"].startswith("model: the checkpoint: README.md is a link that")
+
+
+async def test_no_path_of_the_server_is_told(measured_dir, model_at, tmp_path):
+    path = shutil.copytree(measured_dir, tmp_path / "model")
+    (path / FRONTIER_FILE).unlink()
+    (path / "examples.json").write_text("{")
+    model = model_at(path)
+    about = await told(model)
+    assert about["missing"]["frontier"].startswith("frontier.json: cannot be read")
+    assert about["missing"]["examples"].startswith("examples.json: cannot be read")
+    async with client_of(app_of(model)) as client:
+        listed = (await client.get("/v1/models")).text
+    assert str(tmp_path) not in str(about) + listed
+
+
 async def test_it_says_what_the_key_may_do_and_needs_one(model_at, mars_dir):
     entry = key_entry("key-a", tiers=["flex"], min_confidence_threshold=0.8)
     about = await told(model_at(mars_dir), key="key-a", keys={"entries": [entry]})

@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -28,6 +31,7 @@ from mars_serve.measure.options import Gate
 from mars_serve.measure.promote import PointPair, compare, promote
 from mars_train.recipe import ScratchModel
 from mars_train.run.scratch import create_model
+from waiting import wait_until
 
 Array = np.ndarray[Any, Any]
 Content = dict[str, Any]
@@ -274,12 +278,12 @@ def test_a_checkpoint_without_a_manifest_gets_one(
 def test_a_checkpoint_of_links_gets_no_manifest(
     checkpoint: Make, link: Path, tmp_path: Path
 ) -> None:
-    """The hub's cache is made of such links; whoever changes their targets changes what serves."""
+    """Whoever changes the targets would change what is served."""
     bare = checkpoint(tmp_path / "b")
     (bare / MANIFEST).unlink()
     (bare / WEIGHTS).rename(tmp_path / "blob")
     (bare / WEIGHTS).symlink_to(tmp_path / "blob")
-    with pytest.raises(UserError, match=r"model\.safetensors is a link .* by cp -rL"):
+    with pytest.raises(UserError, match=r"model\.safetensors is a link that leads out"):
         promote(bare, link, FORCED)
     assert not (bare / MANIFEST).exists()
 
@@ -293,6 +297,70 @@ def test_an_incomplete_checkpoint_gets_no_manifest(
     with pytest.raises(UserError, match="has no tokenizer"):
         promote(bare, link, Gate())
     assert not (bare / MANIFEST).exists()
+
+
+def test_links_to_files_elsewhere_are_followed_in_neither_checkpoint(
+    checkpoint: Make, link: Path, tmp_path: Path
+) -> None:
+    other = checkpoint(tmp_path / "b")
+    (other / "README.md").symlink_to("/proc/self/environ")
+    with pytest.raises(UserError, match=r"b: README\.md is a link that leads out"):
+        promote(other, link, FORCED)
+    (other / "README.md").rename(tmp_path / "a" / "README.md")
+    with pytest.raises(UserError, match=r"current: README\.md is a link .* promote with --force"):
+        promote(other, link, Gate())
+    promote(other, link, FORCED)
+
+
+def test_a_link_that_leads_nowhere_is_turned_only_by_force(
+    checkpoint: Make, link: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "a").rename(tmp_path / "moved")
+    worse = checkpoint(tmp_path / "b", 10.0)
+    with pytest.raises(UserError, match=r"^--service: .*current leads to .*/a, .* --force"):
+        promote(worse, link, Gate())
+    assert link.readlink() == tmp_path / "a"
+    promote(worse, link, FORCED)
+    assert link.resolve() == worse
+
+
+def test_no_checkpoint_is_compared_while_another_is_being_promoted(
+    checkpoint: Make, link: Path, tmp_path: Path
+) -> None:
+    """Otherwise the slow one would replace the better one, with which it was not compared."""
+    slow, better = checkpoint(tmp_path / "b", 79.2), checkpoint(tmp_path / "c", 90.0)
+    (slow / MANIFEST).unlink()
+    pipe = slow / "more.index.json"  # read after the comparison
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as thread:
+        first = thread.submit(promote, slow, link, Gate())
+        with os.fdopen(opened_once_read(pipe), "w") as content:
+            pipe.unlink()
+            with pytest.raises(UserError, match=r"^--service: another marsray promote changes "):
+                promote(better, link, Gate())
+            content.write('{"weight_map": {}}')
+        assert len(first.result()) == 2
+    assert link.resolve() == slow
+    promote(better, link, Gate())
+    with pytest.raises(UserError, match="is not promoted"):
+        promote(slow, link, Gate())
+
+
+def opened_once_read(pipe: Path) -> int:
+    opened = list[int]()
+
+    def is_read() -> bool:
+        with suppress(OSError):
+            opened.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+        return bool(opened)
+
+    wait_until(is_read, 60, lambda: f"nothing reads {pipe}")
+    return opened[0]
+
+
+def test_a_link_is_made_in_a_directory_that_exists(checkpoint: Make, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^--service: there is no directory .*/modles; check"):
+        promote(checkpoint(tmp_path / "a"), tmp_path / "modles" / "current", FORCED)
 
 
 def test_a_directory_is_not_replaced(checkpoint: Make, tmp_path: Path) -> None:

@@ -38,6 +38,14 @@ def test_a_model_is_loaded_in_its_own_number_type_unless_another_is_set(mars_dir
     assert load_engine(settings_of(half_dir, dtype="float32")).dtype == torch.float32
 
 
+def test_a_link_is_not_followed_by_each_replica_for_itself(plain_dir, adapter_dir, tmp_path):
+    for name, target in (("current", plain_dir), ("adapter", adapter_dir)):
+        (tmp_path / name).symlink_to(target)
+    for path, more in ((tmp_path / "current", {}), (plain_dir, {"adapter": f"{tmp_path}/adapter"})):
+        with pytest.raises(UserError, match=r"^models: mars: \S+ is a link .* mount it there, too"):
+            load_engine(settings_of(path, **more))
+
+
 def test_an_adapter_gets_the_number_type_of_its_model(plain_dir, adapter_dir):
     engine = load_engine(settings_of(plain_dir, adapter=str(adapter_dir), dtype="bfloat16"))
     assert {weight.dtype for weight in engine._runner.model.parameters()} == {torch.bfloat16}

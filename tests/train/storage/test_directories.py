@@ -24,6 +24,7 @@ from mars_train.storage.directories import (
     SaveFailed,
     SingleWriter,
     Storage,
+    copy_into,
     fetch_shared,
     share,
 )
@@ -356,9 +357,10 @@ def test_a_local_directory_is_shared_without_a_copy(tmp_path):
 
 
 def test_a_directory_is_shared_through_a_remote_storage(tmp_path):
-    source, linked = tmp_path / "source", tmp_path / "linked"
+    repository = tmp_path / "models--some--model"
+    source, linked = repository / "snapshots" / "commit", repository / "blobs"
     writer()(linked)
-    source.mkdir()
+    source.mkdir(parents=True)
     (source / "a.bin").symlink_to(linked / "a.bin")  # as in the hub's cache
     storage = Storage(f"memory://{uuid.uuid4().hex}/deep")
     reference = share(storage, "start", source)
@@ -410,3 +412,11 @@ def test_directories_saved_by_others_are_listed_at_once():
         assert ours.names() == before
         theirs.save(after[-1], writer(), SingleWriter())
         assert ours.names() == after
+
+
+def test_nothing_is_copied_that_a_link_leads_to(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "README.md").symlink_to("/proc/self/environ")
+    with pytest.raises(UserError, match=r"^model: .*: README\.md is a link that leads out"):
+        copy_into(tmp_path / "copy", tmp_path / "model")
+    assert not (tmp_path / "copy").exists()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mars_platform import __version__
+from mars_platform.checkpoint.manifest import refuse_links_out
 from mars_platform.errors import UserError, one_line
 from mars_train.cli.commands import AsJson, Overrides
 
@@ -147,6 +148,8 @@ def _local_files(setting: str, source: str, working_dir: Path) -> list[Path]:
             f"model.base: there is no directory {path}; give an existing one, an absolute path on "
             "the cluster, or a hub id"
         )
+    if path.is_dir():
+        refuse_links_out(path, "model.base")
     return [file for file in path.rglob("*") if file.is_file()]
 
 

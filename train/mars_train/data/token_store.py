@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
+from mars_platform.checkpoint.files import settle
 from mars_platform.config import Settings, describe_validation_error
 from mars_platform.errors import UserError, one_line
-from mars_train.storage.directories import sync
 
 HEADER_FILE, INDEX_FILE = "store.json", "index.npy"
 TOKENS_FILE, SUPERVISED_FILE = "tokens.bin", "supervised.bin"
@@ -138,10 +138,7 @@ class TokenStoreWriter:
         fingerprint = _fingerprint(index, tokens, supervised)
         header = StoreHeader(num_rows=len(index), num_tokens=num_tokens, fingerprint=fingerprint)
         (self._partial / HEADER_FILE).write_text(header.model_dump_json(indent=2) + "\n")
-        for file in (*self._partial.iterdir(), self._partial):
-            sync(file)
-        self._partial.rename(self._path)
-        sync(self._path.parent)
+        settle(self._partial, self._path)
         return TokenStore(self._path)
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
+from mars_platform.checkpoint.files import settle
 from mars_platform.data.files import read_conversations
 from mars_platform.errors import UserError
 from mars_train.data.encoding import check_first_rows, check_tokenizer
@@ -74,6 +75,6 @@ def _new_model(directory: RunDirectory, console: Console) -> Path:
     unfinished = path.with_name(".partial-start")
     shutil.rmtree(unfinished, ignore_errors=True)
     create_model(recipe.model.scratch, texts, recipe.data.max_length, unfinished, recipe.seed)
-    unfinished.rename(path)
+    settle(unfinished, path)
     console.print(f"new model and tokenizer in {path}", highlight=False)
     return path

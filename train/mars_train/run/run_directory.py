@@ -15,6 +15,7 @@ from typing import IO
 
 import yaml
 
+from mars_platform.checkpoint.files import replacing
 from mars_platform.config import load_settings
 from mars_platform.errors import UserError
 from mars_train.data.row_report import REPORT_FILE
@@ -142,7 +143,8 @@ class RunDirectory:
     def keep_recipe(self) -> None:
         """Write the recipe into the directory."""
         text = yaml.safe_dump(self.recipe.model_dump(mode="json"), sort_keys=False)
-        self.kept_recipe.write_text(text, encoding="utf-8")
+        with replacing(self.kept_recipe) as partial:
+            partial.write_text(text, encoding="utf-8")
 
     @contextmanager
     def cleared_if_refused(self) -> Iterator[None]:

@@ -30,6 +30,7 @@ from rich.console import Console
 
 from mars_platform import __version__
 from mars_platform.checkpoint.directory import Checkpoint
+from mars_platform.checkpoint.files import settle
 from mars_platform.checkpoint.manifest import Damaged
 from mars_platform.checkpoint.metadata import read_metadata
 from mars_platform.cli.progress import working
@@ -229,7 +230,7 @@ class _Run:
         shutil.rmtree(partial_target, ignore_errors=True)
         copy_into(partial_target, storage.fetch(MODEL))
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial_target.rename(target)
+        settle(partial_target, target)
         self.storage.remove(stage.name)
         self._plot()
         if isinstance(stage, MarsStage) and stage.adapter is not None:

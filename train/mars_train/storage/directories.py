@@ -22,6 +22,7 @@ from filelock import FileLock
 from fsspec.implementations.local import LocalFileSystem
 from safetensors import SafetensorError
 
+from mars_platform.checkpoint.files import settle, sync
 from mars_platform.checkpoint.manifest import (
     MANIFEST,
     Damaged,
@@ -31,6 +32,7 @@ from mars_platform.checkpoint.manifest import (
     describe,
     describe_all,
     read_manifest,
+    refuse_links_out,
     verify,
 )
 from mars_platform.errors import UserError
@@ -224,12 +226,8 @@ class Storage:
             if not self.is_local:
                 self.file_system.pipe_file(f"{partial}/{MANIFEST}", text)
                 return None
-            path = Path(partial)
-            (path / MANIFEST).write_bytes(text)
-            sync(path / MANIFEST)
-            sync(path)
-            path.rename(self.file_path(name))
-            sync(path.parent)
+            (Path(partial) / MANIFEST).write_bytes(text)
+            settle(Path(partial), Path(self.file_path(name)))
         except OSError as error:
             return _reason(error)
         return None
@@ -254,7 +252,7 @@ class Storage:
                 if describe(path) != entry:
                     raise Damaged(f"{file} does not match its checksum")
             (content / MANIFEST).write_text(manifest.text, encoding="utf-8")
-            content.rename(target)
+            settle(content, target)
 
 
 def share(storage: Storage, name: str, source: Path) -> str:
@@ -279,7 +277,12 @@ def fetch_shared(reference: str) -> str:
 
 
 def copy_into(directory: Path, source: Path) -> None:
-    """Copy the files of ``source`` into ``directory``, following links."""
+    """Copy the files of ``source`` into ``directory``, following links within ``source``.
+
+    Raises:
+        UserError: a link leads out of ``source``; nothing is copied.
+    """
+    refuse_links_out(source)
     shutil.copytree(source, directory, dirs_exist_ok=True)
 
 
@@ -317,12 +320,3 @@ def _written(directory: Path, write: Callable[[Path], None]) -> dict[str, FileEn
     for file in entries:
         sync(directory / file)
     return entries
-
-
-def sync(path: Path) -> None:
-    """Flush a file, or the entries of a directory, to disk, to survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -32,7 +32,7 @@ from mars_platform.checkpoint.adapter.settings import (
     BaseIdentity,
 )
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
-from mars_platform.checkpoint.manifest import MANIFEST, Damaged, verify
+from mars_platform.checkpoint.manifest import MANIFEST, Damaged, refuse_links_out, verify
 from mars_platform.checkpoint.metadata import ADAPTER_FILE, MASK_TOKEN, METADATA_FILE
 from mars_platform.checkpoint.tokenizer import mask_id, read_tokenizer
 from mars_platform.config import Settings, build_settings, read_json
@@ -131,8 +131,8 @@ def read_adapter(path: str | Path) -> Adapter:
     """Read an adapter's directory without its weights.
 
     Raises:
-        UserError: the directory holds no adapter of this kind, or a file is missing, damaged or
-            newer than this version.
+        UserError: the directory holds no adapter of this kind, or a file is missing, damaged, a
+            link to one elsewhere, or newer than this version.
     """
     path = Path(path)
     if not path.is_dir():
@@ -147,6 +147,7 @@ def read_adapter(path: str | Path) -> Adapter:
             f"adapter: {path} holds no {METADATA_FILE}, so its weights are not for masks; name an "
             "adapter that marsray train made, or merge this one into its model's weights"
         )
+    refuse_links_out(path, "adapter")
     metadata = _read_metadata(path)
     _refuse_damage(path)
     config = build_settings(

@@ -14,6 +14,7 @@ from mars_autoscale.model.frontier import Frontier, read_frontier
 from mars_autoscale.model.frontier_points import FrontierPoint, Interval
 from mars_autoscale.policy.settings import InnerSettings
 from mars_platform.checkpoint.examples import read_card, read_examples
+from mars_platform.checkpoint.manifest import refuse_links_out
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_serve.api.incoming.options import modes_of
@@ -108,7 +109,7 @@ class AboutModel(Shape):
     confidence_threshold: float
     """The live τ, of requests that give none."""
     adapter: str | None
-    """The directory of the adapter that proposes tokens; null for a whole model."""
+    """Name of the directory of the adapter that proposes tokens; null for a whole model."""
     block_size: int | None
     """Most tokens that a forward pass proposes; null for a plain AR model."""
     max_model_len: int
@@ -160,7 +161,7 @@ def _abilities(model: ServedModel) -> dict[str, Any]:
         "model": settings.name,
         "modes": modes_of(model),
         "mode": settings.mode if checkpoint.metadata else Mode.AR,
-        "adapter": settings.adapter,
+        "adapter": model.adapter_name,
         "block_size": checkpoint.metadata.block_size if checkpoint.metadata else None,
         "max_model_len": model.max_length,
         "calibrated": checkpoint.calibration is not None,
@@ -185,9 +186,10 @@ def _files(model: ServedModel) -> dict[str, Any]:
 
     def read(part: str, reader: Callable[[], _Result]) -> _Result | None:
         try:
+            refuse_links_out(path)  # the files may have changed since the model was read
             return reader()
         except UserError as error:
-            missing[part] = str(error)
+            missing[part] = str(error).replace(f"{path}/", "").replace(str(path), "the checkpoint")
             return None
 
     frontier = None

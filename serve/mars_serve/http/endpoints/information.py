@@ -65,7 +65,7 @@ class ModelAbilities(Shape):
     block_size: int | None
     """Tokens per block; null for a plain AR model."""
     adapter: str | None
-    """The directory of the adapter that proposes tokens; null for a whole model."""
+    """Name of the directory of the adapter that proposes tokens; null for a whole model."""
 
 
 class ModelEntry(Shape):
@@ -77,7 +77,8 @@ class ModelEntry(Shape):
     """Unix time in seconds."""
     owned_by: str
     root: str
-    """Checkpoint directory or hub id; vLLM's load generator takes the tokenizer from it."""
+    """Hub id, from which vLLM's load generator takes the tokenizer; for a directory, the model's
+    name."""
     max_model_len: int
     """Largest number of prompt and output tokens together."""
     mars: ModelAbilities
@@ -175,11 +176,11 @@ def _model_entry(model: ServedModel) -> ModelEntry:
         object="model",
         created=model.created,
         owned_by="marsray",
-        root=model.settings.path,
+        root=model.root,
         max_model_len=model.max_length,
         mars=ModelAbilities(
             modes=modes_of(model),
             block_size=metadata.block_size if metadata else None,
-            adapter=model.settings.adapter,
+            adapter=model.adapter_name,
         ),
     )
