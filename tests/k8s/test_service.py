@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import hashlib
 import importlib
 import math
 import re
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,12 @@ def test_keys_and_weights_are_mounted_where_they_are_read(service):
     assert settings.keys.file is not None
     assert mounts[str(settings.keys.file.parent)] == "keys"
     assert mounts[str(Path(settings.models[0].path).parent)] == "models"
+    # the head resolves the link to the checkpoint in service
+    (head,) = service.cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    assert all(
+        {"name": "models", "mountPath": "/models", "readOnly": True} in each["volumeMounts"]
+        for each in (head, service.worker_container)
+    )
     check = service.workers["template"]["spec"]["initContainers"][0]
     assert check["command"][-2:] == ["verify", settings.models[0].path]
 
@@ -163,6 +171,29 @@ def test_ha_survives_a_head_and_a_zone(render):
     spread = service.workers["template"]["spec"]["topologySpreadConstraints"]
     keys = [each["topologyKey"] for each in spread]
     assert keys == ["topology.kubernetes.io/zone", "kubernetes.io/hostname"]
+
+
+@pytest.mark.parametrize(
+    "password", ["0a1b", "two words", "it's\"\\", "x\nrename-command GET ''", "$(id)"]
+)
+def test_a_password_is_no_configuration_of_redis(render, tmp_path, password):
+    (redis,) = (
+        each
+        for found in render("overlays/ha").of_kind("StatefulSet")
+        for each in found["spec"]["template"]["spec"]["containers"]
+    )
+    (tmp_path / "redis-server").write_text("#!/bin/sh\ncat")
+    (tmp_path / "redis-server").chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "REDISCLI_AUTH": password}
+    command = [*redis["command"], *redis["args"]]
+    lines = subprocess.run(
+        command, env=variables, check=True, capture_output=True, text=True
+    ).stdout
+    digest = hashlib.sha256(password.encode()).hexdigest()
+    assert lines.splitlines()[0] == f"user default on ~* &* +@all #{digest}"
+    assert [line.split()[0] for line in lines.splitlines()[1:]] == [
+        *("dir", "appendonly", "save", "maxmemory-policy"),
+    ]
 
 
 def test_ha_upgrades_in_steps_whose_needs_the_readme_names(render, readme):
