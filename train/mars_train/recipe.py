@@ -65,7 +65,8 @@ class DataSettings(Settings):
     """Files (.jsonl, .jsonl.gz, .jsonl.zst, .parquet), directories or globs, each as a path or an
     fsspec URL (s3://bucket/chats/*.parquet)."""
     loss_on: Literal["last", "all"] = "last"
-    """Supervised turns: the last assistant turn, or all of them."""
+    """Supervised turns: the last assistant turn, or all of them. Where the chat template drops what
+    earlier turns thought, each is learned in a row of its own, behind its own prompt."""
     max_length: int = Field(default=512, ge=8)
     """Most tokens of a conversation; longer ones are cut, counted and reported."""
     max_bad_rows: int = Field(default=0, ge=0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from glob import has_magic
 from pathlib import Path
@@ -112,14 +113,17 @@ def read_checked_rows(
 
 
 def read_rows(url: str) -> Iterator[tuple[int, bytes]]:
-    """Yield line number, from 1, and content of each row of a file.
+    """Yield line number, from 1, and content of each row of a file, without blank lines.
 
-    If the file cannot be read to its end, the last row has line 0 and its content is the problem.
+    A byte order mark at the beginning is no part of a row. If the file cannot be read to its end,
+    the last row has line 0 and its content is the problem.
     """
     line = 0
     try:
         for line, content in enumerate(_contents(url), start=1):
-            yield line, content
+            row = content.removeprefix(BOM_UTF8) if line == 1 else content
+            if row.strip():
+                yield line, row
     except Exception as error:  # file systems and decoders raise errors of many types
         where = f" past row {line}" if line else ""
         yield 0, f"cannot be read{where} ({one_line(error)})".encode()

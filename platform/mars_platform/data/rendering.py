@@ -22,6 +22,7 @@ _MISTRAL_CALLS = "[TOOL_CALLS]"
 _SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 """Stands behind a text that is to be continued while the template runs."""
+THINKING_BEGIN, THINKING_END = "<think>", "</think>"
 
 
 def render_prompt(
@@ -101,8 +102,11 @@ def render_turns(
     loss_on: Literal["last", "all"],
     *,
     shield: Shield | None = None,
-) -> tuple[str, list[tuple[int, int]]]:
-    """Render a whole conversation and find the supervised assistant turns.
+) -> list[tuple[str, list[tuple[int, int]]]]:
+    """Render a conversation as its model is served it, and find the supervised assistant turns.
+
+    One text holds them all if each turn stands in the prompt of the next one as the model wrote it.
+    Templates that drop what earlier turns thought need several.
 
     Args:
         tokenizer: tokenizer with a chat template.
@@ -112,30 +116,57 @@ def render_turns(
         shield: keeps the turns' texts apart from control tokens, and seals the text.
 
     Returns:
-        The text, and the ``[start, end)`` character spans of the supervised turns. A span starts
+        Each text with the ``[start, end)`` character spans of its supervised turns. A span starts
         after the generation prompt and ends with the turn's end marker, without the white space
         that the template puts between turns.
 
     Raises:
-        UserError: the template cannot render the data, or renders a turn differently when other
-            turns follow, which leaves its span unknown.
+        UserError: the template cannot render the data, or writes a turn otherwise than the model
+            would behind its generation prompt.
     """
     messages = [message.model_dump() for message in conversation.messages]
-    text = _render(tokenizer, messages, False, shield=shield)
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > 0]
-    spans = []
+    found = list[tuple[str, list[tuple[int, int]]]]()
     for index in turns if loss_on == "all" else turns[-1:]:
         prompt = render_prompt(tokenizer, messages[:index], shield=shield)
-        upto = text
-        if index + 1 < len(messages):
-            upto = _render(tokenizer, messages[: index + 1], False, shield=shield)
-        if not (upto.startswith(prompt) and text.startswith(upto)):
-            raise UserError(
-                "messages: the chat template does not render this assistant turn as a continuation "
-                "of its generation prompt; use a template that does"
-            )
-        spans.append((len(prompt), len(upto.rstrip())))
-    return text, spans
+        text = _answered(tokenizer, prompt, messages[: index + 1], shield)
+        span = (len(prompt), len(text.rstrip()))
+        if found and prompt.startswith(found[-1][0]):
+            found[-1] = (text, [*found[-1][1], span])
+        else:
+            found.append((text, [span]))
+    return found
+
+
+def _answered(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    messages: list[dict[str, Any]],
+    shield: Shield | None,
+) -> str:
+    """Return a prompt with the last message as the model would write it behind the prompt.
+
+    A generation prompt may open the thinking, which the template drops from a turn that is there.
+    The thinking is then taken from the message; without any, it is closed at once.
+    """
+    text = _render(tokenizer, messages, False, shield=shield)
+    if text.startswith(prompt):
+        return text
+    head, begin, space = prompt.rpartition(THINKING_BEGIN)
+    end_mark = _END_MARK.strip()
+    marked = _render(tokenizer, messages, False, shield=shield, end_mark=end_mark)
+    _, mark, turn_end = marked.rpartition(end_mark)
+    if not (begin and mark) or space.strip() or not text.startswith(head):
+        raise UserError(
+            "messages: the chat template does not render this assistant turn as a continuation "
+            "of its generation prompt; use a template that does"
+        )
+    answer: str = messages[-1]["content"]
+    if answer.lstrip().startswith(begin):
+        answer = answer.lstrip().removeprefix(begin).removeprefix(space)
+    elif THINKING_END not in answer:
+        answer = f"{space}{THINKING_END}\n\n{answer}"
+    return prompt + answer + turn_end
 
 
 def _render(

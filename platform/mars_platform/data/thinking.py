@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from mars_platform.data.prompt_encoding import control_tokens
-
-THINKING_BEGIN, THINKING_END = "<think>", "</think>"
+from mars_platform.data.rendering import THINKING_BEGIN, THINKING_END
 
 
 @dataclass(frozen=True)

@@ -80,9 +80,15 @@ def read(file):
     return list(read_rows(str(file)))
 
 
-def test_jsonl_rows_are_numbered(tmp_path):
-    file = write_lines(tmp_path / "chat.jsonl", "one", "", "three")
-    assert read(file) == [(1, b"one\n"), (2, b"\n"), (3, b"three\n")]
+def test_jsonl_rows_are_numbered_by_lines_and_blank_ones_are_none(tmp_path):
+    file = write_lines(tmp_path / "chat.jsonl", "one", "", " \t", "four", "")
+    assert read(file) == [(1, b"one\n"), (4, b"four\n")]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
+    file = write_lines(tmp_path / "chat.jsonl", "\ufeff" + GOOD, "\ufeff")
+    assert read(file) == [(1, GOOD.encode() + b"\n"), (2, "\ufeff\n".encode())]
+    assert read(write_lines(tmp_path / "empty.jsonl", "\ufeff")) == []
 
 
 def compress_zstd(content):

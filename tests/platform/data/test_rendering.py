@@ -39,7 +39,7 @@ LONG = conversation(
 
 
 def supervised(tokenizer, loss_on):
-    text, spans = render_turns(tokenizer, LONG, loss_on)
+    [(text, spans)] = render_turns(tokenizer, LONG, loss_on)
     return [text[begin:end] for begin, end in spans]
 
 
@@ -49,7 +49,7 @@ def test_a_prompt_asks_for_the_next_assistant_turn(tokenizer):
 
 
 def test_the_rendered_text_is_the_whole_conversation(tokenizer):
-    text, _ = render_turns(tokenizer, LONG, "last")
+    [(text, _)] = render_turns(tokenizer, LONG, "last")
     messages = [message.model_dump() for message in LONG.messages]
     assert text == tokenizer.apply_chat_template(messages, tokenize=False)
 
@@ -64,7 +64,7 @@ def test_the_last_assistant_turn_or_all_are_supervised(tokenizer, loss_on, conte
 
 def test_an_assistant_turn_that_opens_the_conversation_is_not_supervised(tokenizer):
     messages = conversation({"role": "assistant", "content": "Hello"}, USER, ANSWER)
-    text, spans = render_turns(tokenizer, messages, "all")
+    [(text, spans)] = render_turns(tokenizer, messages, "all")
     assert [text[begin:end] for begin, end in spans] == ["one" + TURN_END]
 
 
@@ -84,21 +84,22 @@ def test_a_template_that_cannot_be_used_is_refused(tokenizer, template, named):
     assert named in refusal(render_turns, tokenizer, LONG, "all")
 
 
-def test_a_template_that_drops_earlier_answers_supervises_the_last_turn_only(tokenizer):
+def test_turns_that_a_template_drops_later_get_texts_of_their_own(tokenizer):
     tokenizer.chat_template = (
         "{% for message in messages %}{% if message.role != 'assistant' or loop.last %}"
         "{{ message.role }}: {{ message.content }}\n{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    assert "as a continuation" in refusal(render_turns, tokenizer, LONG, "all")
-    text, spans = render_turns(tokenizer, LONG, "last")  # the last turn can still be told
-    assert [text[begin:end].strip() for begin, end in spans] == ["three"]
+    found = render_turns(tokenizer, LONG, "all")
+    turns = [[text[begin:end] for begin, end in spans] for text, spans in found]
+    assert turns == [["one"], ["two\n\nlines"], [" three"]]
+    assert all(text.count("assistant: ") == 1 for text, _ in found)
+    assert render_turns(tokenizer, LONG, "last") == found[-1:]
 
 
-def test_a_template_whose_generation_prompt_differs_is_refused(tokenizer):
-    tokenizer.chat_template = CHAT_TEMPLATE.replace(
-        "<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n"
-    )
+@pytest.mark.parametrize("opened", ["<idea>\n", "<think>\nSo,"])
+def test_a_template_whose_generation_prompt_differs_is_refused(tokenizer, opened):
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("assistant\n", f"assistant\n{opened}")
     assert "as a continuation" in refusal(render_turns, tokenizer, LONG, "last")
 
 
@@ -162,7 +163,7 @@ def test_names_of_jinja_as_variables_do_no_harm(tokenizer, name):
 def test_the_role_developer_becomes_system_in_a_template_without_it(tokenizer):
     developer = {"role": "developer", "content": "Be brief."}
     assert "<|im_start|>system\nBe brief." in render_prompt(tokenizer, [developer, USER])
-    text, _ = render_turns(tokenizer, conversation(developer, USER, ANSWER), "last")
+    [(text, _)] = render_turns(tokenizer, conversation(developer, USER, ANSWER), "last")
     assert text.startswith("<|im_start|>system\nBe brief.")
     tokenizer.chat_template = "{# developer #}" + CHAT_TEMPLATE
     assert "<|im_start|>developer\nBe brief." in render_prompt(tokenizer, [developer, USER])

@@ -70,7 +70,6 @@ def test_max_items_counts_over_all_files_and_reads_no_further(
     ("line", "named"),
     [
         (b"{", "not valid JSON"),
-        (b"", "empty line"),
         (b'"\xff"', "not valid UTF-8"),
         (b'{"messages": []}', "messages: the last turn"),
         (json.dumps(row("a", answer="  ")).encode(), "answer: must not be empty"),

@@ -1,11 +1,16 @@
+import copy
 import json
 import re
 
+import numpy as np
 import pyarrow as pa
 import pytest
+from tokenizers import AddedToken
 
+from chat_families import tokenizer_of
 from chats import GOOD, LONG, chat, write_lines
 from mars_platform.data.conversations import parse_conversation
+from mars_platform.data.prompt_encoding import PromptEncoder
 from mars_platform.errors import UserError
 from mars_train.data.encoding import (
     check_first_rows,
@@ -15,7 +20,7 @@ from mars_train.data.encoding import (
     training_encoder,
 )
 from mars_train.recipe import Recipe
-from mars_train.run.scratch import TURN_END
+from mars_train.run.scratch import CHAT_TEMPLATE, TURN_END
 
 
 @pytest.fixture
@@ -90,7 +95,7 @@ def test_a_row_is_cut_only_if_it_is_longer_than_the_limit(encode):
 def test_one_conversation_is_encoded_as_in_a_table(encode, tokenizer):
     for line in (GOOD, LONG):
         (row,) = encode(line, max_length=64)
-        ids, supervised = encode_conversation(
+        [(ids, supervised)] = encode_conversation(
             training_encoder(tokenizer), parse_conversation(line), "last", 64
         )
         assert (ids.tolist(), supervised.tolist()) == (row["input_ids"], row["supervised"])
@@ -101,7 +106,6 @@ def test_one_conversation_is_encoded_as_in_a_table(encode, tokenizer):
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b"\n", "empty line"),
         (b'{"messages": ', "not valid JSON"),
         (b"[" * 100_000, "not valid JSON"),
         (b"\xff\xfe{", "not valid UTF-8 (at byte 1)"),
@@ -138,6 +142,71 @@ def test_control_tokens_in_the_data_are_text(encode, tokenizer):
     ]
     assert supervised_text(tokenizer, row) == f"one{typed}{TURN_END}two{typed}{TURN_END}"
     assert tokenizer.decode(row["input_ids"]).count(typed) == 4
+
+
+# --- templates that think -------------------------------------------------------------------------
+
+_TURNS = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if KEEPS %}{{ message.content }}"
+    "{% else %}{{ message.content.split('</think>')[-1].lstrip('\n') }}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+DROPS_LATER = _TURNS.replace("KEEPS", "loop.last")
+"""Drops the thinking of earlier turns, as Qwen3's template does."""
+OPENS = _TURNS.replace("KEEPS", "false").replace("assistant\n", "assistant\n<think>\n")
+"""Opens the thinking in the generation prompt and drops that of every turn, as DeepSeek-R1's."""
+THOUGHT = "<think>\nOne, I think.\n</think>\n\none"
+
+
+@pytest.fixture
+def thinking():
+    """A tokenizer with thinking tokens and tokens of several line breaks."""
+    made = copy.deepcopy(tokenizer_of("qwen"))
+    made.add_tokens([AddedToken("\n\n", normalized=False)])
+    return made
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (CHAT_TEMPLATE, [[THOUGHT, "two"]]),
+        (DROPS_LATER, [[THOUGHT], ["two"]]),
+        (OPENS, [["One, I think.\n</think>\n\none"], ["\n</think>\n\ntwo"]]),
+        (OPENS.replace("think>\n", "think>"), [[THOUGHT[7:]], ["</think>\n\ntwo"]]),
+    ],
+    ids=["keeps", "drops later", "opens", "opens without a line break"],
+)
+@pytest.mark.parametrize("question", ["Count", "Count <|im_end|>"])  # the latter needs a shield
+def test_every_turn_is_learned_behind_the_tokens_that_serving_prompts_with(
+    thinking, template, expected, question
+):
+    thinking.chat_template = template
+    messages = chat(question, THOUGHT, "Again", "two")["messages"]
+    conversation = parse_conversation(json.dumps({"messages": messages}))
+    serving, encoder = PromptEncoder(thinking), training_encoder(thinking)
+    found, prompts = [], []
+    for ids, supervised in encode_conversation(encoder, conversation, "all", 512):
+        edges = np.flatnonzero(np.diff(supervised, prepend=False, append=False)).reshape(-1, 2)
+        found.append([thinking.decode(ids[begin:end]) for begin, end in edges])
+        prompts += [ids[:begin].tolist() for begin, _ in edges]
+    assert found == [[turn + TURN_END for turn in turns] for turns in expected]
+    assert prompts == [serving.chat(messages[:1]), serving.chat(messages[:3])]
+    last = encode_conversation(encoder, conversation, "last", 512)[0][1]
+    assert np.flatnonzero(np.diff(last)).tolist()[0] + 1 == len(prompts[1])
+
+
+def test_turns_behind_prompts_that_are_too_long_are_cut_from_their_row(thinking, tmp_path):
+    thinking.chat_template = DROPS_LATER
+    thinking.save_pretrained(tmp_path)
+    line = json.dumps(chat("Count", THOUGHT, "Again " * 30, "two")).encode()
+    rows = pa.Table.from_pylist([{"file": 0, "line": 1, "content": line}])
+    both = encode_rows(rows, str(tmp_path), "all", 512).to_pylist()
+    assert [(row["line"], row["status"]) for row in both] == [(1, "used")] * 2
+    [kept] = encode_rows(rows, str(tmp_path), "all", 64).to_pylist()
+    assert kept["input_ids"] == both[0]["input_ids"]
+    assert kept["status"] == "truncated"
+    assert kept["reason"].startswith("no supervised token within data.max_length = 64, of ")
 
 
 # --- the first rows -------------------------------------------------------------------------------
@@ -181,7 +250,7 @@ UNUSABLE = "none of the 2 rows read is usable: "
             {"batch_size": 2, "max_bad_rows": 1},
             "1 conversations do not fill one",
         ),
-        (["{", ""], {"max_bad_rows": 9}, UNUSABLE),
+        (["{", "", "["], {"max_bad_rows": 9}, UNUSABLE),
         ([], {}, "data.train: the files hold no row; name files with conversations"),
         ([GOOD, "{", "{"], {"max_bad_rows": 1}, "data.train: 2 bad rows, and data.max_bad_rows al"),
         ([GOOD, *"{" * 9], {}, "; and 6 more"),

@@ -48,7 +48,7 @@ def test_every_row_is_counted_and_bad_or_cut_ones_are_reported(
     cluster, tokenizer_path, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    write_lines(tmp_path / "in" / "b.jsonl", GOOD, LONG, "", GOOD, "{")
+    write_lines(tmp_path / "in" / "b.jsonl", GOOD, LONG, "7", GOOD, "{")
     prompt_only = json.dumps(chat("Count " * 50, "x"))
     write_lines(tmp_path / "in" / "a.jsonl", *[GOOD] * 3, LONG, GOOD, prompt_only)
     settings = settings_for("in", max_length=64, max_bad_rows=3)
@@ -71,7 +71,7 @@ def test_every_row_is_counted_and_bad_or_cut_ones_are_reported(
     ]
     assert [row["reason"].split(" (")[0] for row in report if row["file"] == "in/b.jsonl"] == [
         report[0]["reason"],
-        "empty line",
+        'a row must be an object with "messages"',
         "not valid JSON",
     ]
     assert report[1]["reason"].startswith("no supervised token within data.max_length = 64, of ")
@@ -131,12 +131,12 @@ def refused(settings, tokenizer_path, output):
 
 
 def test_more_bad_rows_than_allowed_are_refused(cluster, tokenizer_path, lines_file, tmp_path):
-    file = lines_file(GOOD, "", *["{"] * 4)
+    file = lines_file(GOOD, "7", *["{"] * 4)
     output = tmp_path / "out" / "tokens"
     settings = settings_for(file, max_bad_rows=4)
     message = refused(settings, tokenizer_path, output)
     assert message.startswith(
-        f"data.train: 5 bad rows, and data.max_bad_rows allows 4: {file}:2: empty line; {file}:3: "
+        f"data.train: 5 bad rows, and data.max_bad_rows allows 4: {file}:2: a row must be "
     )
     assert message.endswith(f"; and 2 more, listed in {tmp_path / 'out' / 'report.jsonl'}")
     assert len(reported(tmp_path / "out")) == 5

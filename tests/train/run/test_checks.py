@@ -95,6 +95,27 @@ def test_a_missing_model_is_refused(content, tmp_path):
     assert refusal(content).startswith(f"model: there is no directory {tmp_path / 'none'}; give")
 
 
+def test_a_finished_run_succeeds_again_at_once_and_stays_as_it_is(content, model, tmp_path):
+    directory = directory_of(content)
+    directory.model.mkdir(parents=True)
+    directory.keep_recipe()
+    shutil.rmtree(model)  # what only training needs may be gone
+    content["scaling"] = {"num_workers": 2}
+    before = sorted(directory.path.rglob("*"))
+    with (tmp_path / "printed.txt").open("w+") as printed:
+        recipe = Recipe.model_validate(content)
+        assert run_recipe(recipe, Console(file=printed, width=20)) == directory.model
+        printed.seek(0)
+        said = printed.read()
+    assert said == f"the run in {directory.path} is finished; its model is {directory.model}\n"
+    assert sorted(directory.path.rglob("*")) == before
+    content["seed"] = 1
+    message = refusal(content, lambda new: run_recipe(Recipe.model_validate(new), QUIET))
+    assert message.startswith(
+        f"output: {directory.path} holds a finished run of another recipe, which differs in seed; "
+    )
+
+
 def test_data_longer_than_the_models_context_is_refused(content):
     content["data"]["max_length"] = 193
     assert refusal(content) == (
@@ -296,7 +317,6 @@ def test_data_that_the_template_cannot_render_is_refused(content, model):
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ("", "empty line"),
         (json.dumps({**json.loads(GOOD), "answer": ""}), "answer: must not be empty; leave it"),
         (json.dumps(chat("Count " * 200, "x")), "messages: the prompt has "),
     ],

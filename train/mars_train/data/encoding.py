@@ -6,7 +6,7 @@ Imports no Ray.
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -66,13 +66,13 @@ def check_first_rows(
         if line == 0:
             raise UserError(f"data.train: {file} {content.decode()}; mend the file or leave it out")
         row = {"line": line, "content": content}
-        columns = _encode_row(row, encoder, data.loss_on, data.max_length)
-        if columns["status"] == "dropped":
-            dropped.append(f"{file}:{line}: {columns['reason']}")
-            counts.num_bad += 1
-        else:
-            counts.num_examples += 1
-            counts.max_token_id = max(counts.max_token_id, *columns["input_ids"])
+        for columns in _encode_row(row, encoder, data.loss_on, data.max_length):
+            if columns["status"] == "dropped":
+                dropped.append(f"{file}:{line}: {columns['reason']}")
+                counts.num_bad += 1
+            else:
+                counts.num_examples += 1
+                counts.max_token_id = max(counts.max_token_id, *columns["input_ids"])
     are_all = len(first) <= _FIRST_ROWS
     if are_all or counts.num_bad > data.max_bad_rows:
         refuse_bad_data(counts, data.max_bad_rows, dropped)
@@ -109,17 +109,18 @@ def encode_conversation(
     conversation: Conversation,
     loss_on: Literal["last", "all"],
     max_length: int,
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+) -> list[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
     """Return the token ids of one conversation and which of them are labels, both [length].
+
+    There are several pairs if turns need prompts of their own; see `render_turns`.
 
     Raises:
         UserError: it cannot be rendered, or has no label within ``max_length``.
     """
-    encoded, spans = _encoded(encoder, conversation, loss_on)
-    columns = _label(encoded.ids, encoded.spans, spans, max_length)
-    if columns["status"] == "dropped":
-        raise UserError(f"messages: {columns['reason']}")
-    return np.array(columns["input_ids"], dtype=np.int64), columns["supervised"]
+    found = _examples(encoder, conversation, loss_on, max_length)
+    if found[0]["status"] == "dropped":
+        raise UserError(f"messages: {found[0]['reason']}")
+    return [(np.array(each["input_ids"], dtype=np.int64), each["supervised"]) for each in found]
 
 
 def encode_rows(
@@ -128,12 +129,14 @@ def encode_rows(
     """Encode rows with the columns ``file``, ``line`` and ``content``.
 
     Returns:
-        A table of ``ENCODED_SCHEMA`` with one row for each row of the input.
+        A table of ``ENCODED_SCHEMA`` with a row for each row of the input, or several for one
+        whose turns need prompts of their own; see `render_turns`.
     """
     encoder = _encoder(tokenizer_path)
     columns = [
-        {"file": row["file"], "line": row["line"]} | _encode_row(row, encoder, loss_on, max_length)
+        {"file": row["file"], "line": row["line"]} | each
         for row in rows.to_pylist()
+        for each in _encode_row(row, encoder, loss_on, max_length)
     ]
     return pa.Table.from_pylist(columns, schema=ENCODED_SCHEMA)
 
@@ -145,30 +148,60 @@ def _encoder(path: str) -> PromptEncoder:
 
 def _encode_row(
     row: dict[str, Any], encoder: PromptEncoder, loss_on: Literal["last", "all"], max_length: int
-) -> dict[str, Any]:
-    """Return the columns of an encoded row.
+) -> list[dict[str, Any]]:
+    """Return the columns of the encoded rows that a row gives, at least one.
 
     A row of line 0 reports the problem with its file; see `read_rows`.
     """
     content: bytes = row["content"]
     if row["line"] == 0:
-        return _dropped(content.decode())
+        return [_dropped(content.decode())]
     try:
-        encoded, spans = _encoded(encoder, parse_row(content), loss_on)
+        return _examples(encoder, parse_row(content), loss_on, max_length)
     except UserError as error:
-        return _dropped(one_line(error))
-    return _label(encoded.ids, encoded.spans, spans, max_length)
+        return [_dropped(one_line(error))]
 
 
-def _encoded(
-    encoder: PromptEncoder, conversation: Conversation, loss_on: Literal["last", "all"]
-) -> tuple[Encoded, list[tuple[int, int]]]:
-    """Return a conversation's tokens, and the character spans of its supervised turns."""
+def _examples(
+    encoder: PromptEncoder,
+    conversation: Conversation,
+    loss_on: Literal["last", "all"],
+    max_length: int,
+) -> list[dict[str, Any]]:
+    """Return the columns of a conversation's encoded rows; a dropped one comes alone."""
     shield = encoder.shield_for([turn.model_dump() for turn in conversation.messages])
-    text, spans = render_turns(encoder.tokenizer, conversation, loss_on, shield=shield)
-    if shield is None:
-        return encoder.plain(text, add_special_tokens=False), spans
-    return encoder.sealed(text), spans
+    found = [
+        _label(*_tokens(encoder, text, spans, is_sealed=shield is not None), spans, max_length)
+        for text, spans in render_turns(encoder.tokenizer, conversation, loss_on, shield=shield)
+    ]
+    kept = [each for each in found if each["status"] != "dropped"]
+    if kept and len(kept) < len(found):  # later turns have longer prompts
+        kept[-1] |= {"status": "truncated", "reason": found[-1]["reason"]}
+    return kept or found[:1]
+
+
+def _tokens(
+    encoder: PromptEncoder, text: str, spans: list[tuple[int, int]], *, is_sealed: bool
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the token ids of a rendered text, and the range of characters of each.
+
+    A prompt and what is written behind it never share a token, as in serving.
+    """
+
+    def encode(part: str) -> Encoded:
+        return encoder.sealed(part) if is_sealed else encoder.plain(part, add_special_tokens=False)
+
+    whole = encode(text)
+    starts, ends = np.array(whole.spans, dtype=np.int64).reshape(-1, 2).T
+    cuts = [place for place, _ in spans if ((starts < place) & (place < ends)).any()]
+    if not cuts:
+        return whole.ids, whole.spans
+    ids, offsets = list[int](), list[tuple[int, int]]()
+    for begin, end in pairwise([0, *cuts, len(text)]):
+        part = encode(text[begin:end])
+        ids += part.ids
+        offsets += [(begin + first, begin + last) for first, last in part.spans]
+    return ids, offsets
 
 
 def _label(

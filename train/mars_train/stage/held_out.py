@@ -45,7 +45,8 @@ class HeldOutSet:
     items: list[EvalItem]
     """Prompts with their checkable answers."""
     rows: list[tuple[NDArray[np.int64], NDArray[np.bool_]]]
-    """Token ids and a mask of the labels for each conversation, both [length]."""
+    """Token ids and a mask of the labels for each conversation's supervised turns, both [length].
+    """
 
 
 def read_held_out(
@@ -65,8 +66,9 @@ def read_held_out(
     )
     encoder = training_encoder(checkpoint.tokenizer)
     rows = [
-        encode_conversation(encoder, conversation, data.loss_on, data.max_length)
+        row
         for _, conversation, _ in islice(read_checked_rows(files, "evaluation.data"), len(items))
+        for row in encode_conversation(encoder, conversation, data.loss_on, data.max_length)
     ]
     return HeldOutSet(items, rows)
 
