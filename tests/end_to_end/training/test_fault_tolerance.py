@@ -218,5 +218,5 @@ def test_a_second_run_in_the_same_directory_is_refused(story):
 
 
 def test_a_finished_run_is_not_entered_again(story, recipe_file):
-    message = refusal(recipe_file, story.output)
-    assert message.startswith(f"output: the run in {story.output} is finished")
+    printed = run_here(recipe_file, story.output)
+    assert printed == f"the run in {story.output} is finished; its model is {story.output}/model\n"

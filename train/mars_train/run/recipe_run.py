@@ -14,6 +14,8 @@ from mars_train.run.run_directory import RunDirectory
 def run_recipe(recipe: Recipe, console: Console, page: Path | None = None) -> Path:
     """Run all stages that are not trained yet; the last one's model is ``output/model``.
 
+    A run that is finished already stays as it is.
+
     The recipe is kept in ``output/recipe.yaml``, earlier stages' checkpoints in
     ``output/stages/NAME``, the tokenised data and its report in ``output/data`` and
     ``output/report.jsonl``, the losses and scores in ``output/curves.png``.
@@ -31,9 +33,28 @@ def run_recipe(recipe: Recipe, console: Console, page: Path | None = None) -> Pa
         Stopped: the process was told to terminate; the run can be resumed.
     """
     directory = RunDirectory(recipe, recipe.output.resolve())
+    if directory.is_resumed() and directory.is_finished:  # a job whose end was not seen is repeated
+        console.print(
+            f"the run in {directory.path} is finished; its model is {directory.model}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    else:
+        _run(directory, console)
+    if page is not None:
+        from mars_train.run.curves import write_curves_page  # loads matplotlib
+
+        write_curves_page(f"marsray train: {directory.path.name}", directory.histories(), page)
+    return directory.model
+
+
+def _run(directory: RunDirectory, console: Console) -> None:
+    """Run what is left of a run."""
     base = check_before_start(directory)
     with directory.claimed():
         if directory.is_resumed():
+            if directory.is_finished:  # by another process, which has held the lock until now
+                return
             console.print(f"resuming the run in {directory.path}", highlight=False)
         # Both take seconds to import, and a refusal should not: most have come by now, and those
         # that take transformers come before Ray starts.
@@ -43,8 +64,3 @@ def run_recipe(recipe: Recipe, console: Console, page: Path | None = None) -> Pa
         from mars_train.run.stages import train_stages
 
         train_stages(directory, start, console)
-    if page is not None:
-        from mars_train.run.curves import write_curves_page  # loads matplotlib
-
-        write_curves_page(f"marsray train: {directory.path.name}", directory.histories(), page)
-    return directory.model

@@ -83,11 +83,16 @@ class RunDirectory:
         """Return the checkpoint of a stage; it exists once the stage is trained."""
         return self.model if stage == self.recipe.stages[-1] else self.stages / stage.name
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether the last stage is trained."""
+        return self.model.exists()
+
     def is_resumed(self) -> bool:
-        """Return whether the directory holds an unfinished run of this recipe.
+        """Return whether the directory holds a run of this recipe, which may be finished.
 
         Raises:
-            UserError: it holds a finished run, one of another recipe, or other files, or is a file.
+            UserError: it holds a run of another recipe, or other files, or is a file.
         """
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"output: {self.path} is a file; name a directory")
@@ -100,15 +105,11 @@ class RunDirectory:
                     f"output: {self.path} is not empty; name a new directory or remove it"
                 )
             return False
-        if self.model.exists():
-            raise UserError(
-                f"output: the run in {self.path} is finished; its model is {self.model}. Name a "
-                "new directory for another run"
-            )
         changed = self.recipe.differences(load_settings(self.kept_recipe, Recipe))
         if changed:
+            state = "a finished" if self.is_finished else "an unfinished"
             raise UserError(
-                f"output: {self.path} holds an unfinished run of another recipe, which differs in "
+                f"output: {self.path} holds {state} run of another recipe, which differs in "
                 f"{', '.join(changed)}; name a new directory, or take the recipe in "
                 f"{self.kept_recipe}"
             )
