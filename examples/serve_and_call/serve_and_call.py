@@ -48,7 +48,7 @@ def ask(client: OpenAI, question: str, **settings: object) -> None:
         model="mine", messages=[message], stream=True, extra_body=settings
     )
     texts = [event.choices[0].delta.content or "" for event in events if event.choices]
-    print(f"{settings or 'live τ'}: {'|'.join(text for text in texts if text)}")
+    print(f"{settings}: {'|'.join(text for text in texts if text)}")
 
 
 def main() -> None:
@@ -64,7 +64,7 @@ def main() -> None:
         ask(client, arguments.question, confidence_threshold=0.9)
         body = {"model": "mine", "confidence_threshold": 0.95}
         httpx.put(f"{address}/admin/threshold", json=body).raise_for_status()
-        ask(client, arguments.question)
+        ask(client, arguments.question, mode="threshold")
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def test_the_example_of_serving_moves_the_threshold(work: Path) -> None:
             "{'mode': 'ar'}",
             "{'mode': 'exact'}",
             "{'confidence_threshold': 0.9}",
-            "live τ",
+            "{'mode': 'threshold'}",
         )
     )
     assert exact.replace("|", "") == plain.replace("|", "")

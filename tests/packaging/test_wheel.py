@@ -138,3 +138,4 @@ def test_the_installed_command_serves_a_model(installed, trained, tmp_path):
     assert process.returncode == 0, log.read_text()
     assert answer["usage"]["completion_tokens"] > 0
     assert answer["mars"]["forward_passes"] > 0
+    assert answer["mars"]["mode"] == "exact"

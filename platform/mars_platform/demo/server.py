@@ -66,6 +66,8 @@ def running_server(
     arguments = ["serve", "--port", str(port)]
     for name, path in models.items():
         arguments += ["--model", f"{name}={path}"]
+    # of requests that name none; a model without masks has mode ar only
+    arguments += [part for i in range(len(models)) for part in ("--set", f"models.{i}.mode=exact")]
     process = _start(arguments, environment)
     try:
         address = f"http://127.0.0.1:{port}"

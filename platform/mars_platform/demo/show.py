@@ -206,7 +206,7 @@ def _print_next(demo: _Demo, server: DemoServer, item: Item) -> None:
         text = (
             "Next, ask the server, which runs until Ctrl-C, in a browser at\n"
             f"  {server.page_url} (playground) and {server.page_url}dashboard (dashboard)\n"
-            "or on the command line:\n"
+            "or on the command line, where a request without a τ is decoded in mode exact:\n"
             f"  curl {server.base_url}/chat/completions -H 'Content-Type: application/json' \\\n"
             f"    -d '{json.dumps(body | {'confidence_threshold': SHOWN.threshold})}'"
         )

@@ -136,11 +136,12 @@ class GenerationRequest(Body):
     those with the earliest deadline are served first; one that surely comes too late is refused."""
 
     mode: Mode | None = None
-    """Decoding mode; by default the model's setting."""
+    """Decoding mode; by default threshold for a request with a ``confidence_threshold``, and else
+    the model's setting: exact unless its operator has chosen a τ or lets the load move it."""
     confidence_threshold: AnyThreshold | None = None
-    """Fixed τ for this request, or an object of one for each span of the output: ``thinking``,
-    ``answer`` and ``tool_arguments``. What has none follows the server's live τ, which may change
-    while the request runs."""
+    """Fixed τ of mode threshold for this request, or an object of one for each span of the output:
+    ``thinking``, ``answer`` and ``tool_arguments``. What has none follows the server's live τ,
+    which may change while the request runs."""
     min_confidence_threshold: Threshold | None = None
     """Lowest τ that this request is decoded with, as a threshold of probability."""
     confidence: Confidence | None = None

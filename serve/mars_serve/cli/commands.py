@@ -26,8 +26,13 @@ def generate(
     model: Model,
     prompt: Annotated[str, typer.Option(help="Prompt to complete.")],
     adapter: Adapter = None,
-    mode: Annotated[Mode, typer.Option(help="Decoding mode.")] = Mode.THRESHOLD,
-    threshold: Annotated[float, typer.Option(help="Confidence threshold in (0, 1].")] = 0.95,
+    mode: Annotated[
+        Mode | None,
+        typer.Option(help="Decoding mode; by default threshold with --threshold, else exact."),
+    ] = None,
+    threshold: Annotated[
+        float | None, typer.Option(help="Confidence threshold in (0, 1]; 0.95 in mode threshold.")
+    ] = None,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Annotated[

@@ -14,7 +14,7 @@ from mars_platform.checkpoint.adapted import read_model
 from mars_platform.cli.shading import print_shaded
 from mars_platform.data.prompt_encoding import PromptEncoder
 from mars_platform.errors import UserError
-from mars_platform.method.mode import Mode
+from mars_platform.method.mode import Mode, default_mode
 from mars_serve.api.text import OutputText, StopRules, encode
 from mars_serve.engine.decoding_options import (
     DecodingOptions,
@@ -29,6 +29,7 @@ from mars_serve.engine.settings import EngineSettings
 
 _DEFAULT_TOKENS = 256
 _GREEDY = Sampling()
+_THRESHOLD = 0.95
 _MAX_TEMPERATURE = 2.0  # same as in REST requests
 
 
@@ -57,8 +58,8 @@ def generate_once(
     prompt: str,
     *,
     adapter: Path | None = None,
-    mode: Mode,
-    threshold: float,
+    mode: Mode | None = None,
+    threshold: float | None = None,
     max_tokens: int | None,
     chat: bool,
     sampling: Sampling = _GREEDY,
@@ -83,7 +84,12 @@ def generate_once(
     settings = settings.model_copy(
         update={"num_pages": -(-(len(ids) + max_tokens) // settings.page_size_on("cpu"))}
     )
-    options = DecodingOptions(max_tokens, mode, threshold, sampling=sampling, grammar=grammar)
+    usual = default_mode(
+        has_masks=checkpoint.metadata is not None, has_threshold=threshold is not None
+    )
+    options = DecodingOptions(
+        max_tokens, mode or usual, threshold or _THRESHOLD, sampling=sampling, grammar=grammar
+    )
     engine = Engine(checkpoint, settings)
     request = Request("generate", ids, options)
     engine.add(request)
@@ -106,8 +112,8 @@ def read_json_schema(file: Path) -> GrammarSpec:
     return GrammarSpec(GrammarKind.JSON_SCHEMA, text)
 
 
-def _check_ranges(threshold: float, sampling: Sampling, stop: Sequence[str]) -> None:
-    if not 0.0 < threshold <= 1.0:
+def _check_ranges(threshold: float | None, sampling: Sampling, stop: Sequence[str]) -> None:
+    if threshold is not None and not 0.0 < threshold <= 1.0:
         raise UserError(f"--threshold: {threshold} is not in (0, 1]; 1 is plain AR decoding")
     if not 0.0 <= sampling.temperature <= _MAX_TEMPERATURE:
         limits = f"[0, {_MAX_TEMPERATURE:g}]"

@@ -18,6 +18,7 @@ from mars_autoscale.policy.decision import AutoscalerDecision, ThresholdRange
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
 from mars_autoscale.policy.reports import ReplicaReport
 from mars_platform.errors import UserError
+from mars_platform.method.mode import Mode, default_mode
 from mars_serve.config.settings import ModelSettings
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
@@ -162,6 +163,14 @@ class ServedModel:
     def adapter_name(self) -> str | None:
         """Name of the adapter's directory, without its path; None for a whole model."""
         return None if self.settings.adapter is None else Path(self.settings.adapter).name
+
+    @property
+    def default_mode(self) -> Mode:
+        """Mode of requests that name neither a mode nor a τ."""
+        if self.checkpoint.metadata is None:
+            return Mode.AR
+        usual = default_mode(has_masks=True, has_threshold=self.settings.names_threshold)
+        return self.settings.mode or usual
 
     @property
     def max_length(self) -> int:

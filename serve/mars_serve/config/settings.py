@@ -80,11 +80,13 @@ class ModelSettings(Settings):
     adapter: str | None = None
     """Directory of an adapter of the model, by ``marsray train``, that acts at masks only: modes ar
     and exact give the output of the model itself. Files of ``marsray calibrate`` lie there."""
-    mode: Mode = Mode.THRESHOLD
-    """Decoding mode of requests that name none; a plain AR checkpoint always uses ``ar``."""
+    mode: Mode | None = None
+    """Decoding mode of requests that name neither a mode nor a τ. By default it is ``exact``, whose
+    output is that of one-token decoding, or ``threshold`` if ``confidence_threshold`` is set here
+    or autoscaling moves τ; a plain AR checkpoint always uses ``ar``."""
     confidence_threshold: float = Field(default=0.95, gt=0, le=1)
-    """τ of requests that set none, until it is changed on the running server. If autoscaling moves
-    τ, set ``autoscaling.target_threshold`` instead."""
+    """τ of requests in mode ``threshold`` that set none, until it is changed on the running server.
+    If autoscaling moves τ, set ``autoscaling.target_threshold`` instead."""
     tiers: TierSettings = TierSettings()
     audit: AuditSettings = AuditSettings()
     reasoning_parser: Literal["auto", "think", "none"] = "auto"
@@ -141,6 +143,11 @@ class ModelSettings(Settings):
                     f"autoscaling.target_threshold: {target} is below {name}, {floor}; raise the "
                     "target or lower that one, too"
                 )
+
+    @property
+    def names_threshold(self) -> bool:
+        """Whether these settings choose a τ for requests that name none, or let it be moved."""
+        return self.is_governed or "confidence_threshold" in self.model_fields_set
 
     @property
     def initial_threshold(self) -> float:

@@ -24,7 +24,7 @@ _KV_USAGE = MetricDefinition(
 )
 _THRESHOLD = MetricDefinition(
     "marsray_confidence_threshold",
-    "Threshold of requests of tier default that name none, before their floors.",
+    "Threshold of requests of tier default in mode threshold that name none, before their floors.",
 )
 _OVERDUE = MetricDefinition(
     "marsray_engine_overdue",
@@ -36,7 +36,7 @@ _EXACT = MetricDefinition(
 )
 _FLEX_THRESHOLD = MetricDefinition(
     "marsray_flex_confidence_threshold",
-    "Threshold of requests of tier flex that name none, before their floors.",
+    "Threshold of requests of tier flex in mode threshold that name none, before their floors.",
 )
 
 _COUNTERS = {

@@ -49,7 +49,7 @@ def server(request, trained, keys, tmp_path_factory) -> Iterator[str]:
     tiers = {"default_min_threshold": 0.01}
     settings = {
         "models": [
-            _model("mars", model, num_replicas=2, num_cpus=0.5, tiers=tiers),
+            _model("mars", model, num_replicas=2, num_cpus=0.5, tiers=tiers, mode="threshold"),
             _model("plain", trained.ar_model),
         ],
         "proxy": {"kind": request.param},

@@ -191,7 +191,9 @@ def test_the_names_of_models_must_differ():
 # One completion
 
 
-def complete(model: Path, mode: Mode, threshold: float, **options: Any) -> LocalCompletion:
+def complete(
+    model: Path, mode: Mode | None, threshold: float | None, **options: Any
+) -> LocalCompletion:
     fields: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 20, "chat": False, **options}
     return generate_once(str(model), mode=mode, threshold=threshold, **fields)
 
@@ -220,6 +222,18 @@ def test_the_texts_of_passes_join_to_the_reference_output(mars_dir, threshold):
     assert result.tokens_per_forward == len(tokens) / len(passes)
     assert result.finish_reason == "length"
     assert threshold > 0.5 or result.tokens_per_forward > 1
+
+
+def test_without_a_mode_nothing_is_lost_unless_a_threshold_is_given(mars_dir, plain_dir):
+    usual = complete(mars_dir, None, None)
+    assert usual.mode is Mode.EXACT
+    assert "".join(usual.passes) == "".join(complete(mars_dir, Mode.AR, None).passes)
+    given = complete(mars_dir, None, 0.03)
+    assert (given.mode, given.confidence_threshold) == (Mode.THRESHOLD, 0.03)
+    assert complete(mars_dir, Mode.THRESHOLD, None).confidence_threshold == 0.95
+    assert complete(plain_dir, None, None).mode is Mode.AR
+    with pytest.raises(UserError, match="use mode"):
+        complete(plain_dir, None, 0.03)
 
 
 def test_a_prompt_is_rendered_with_the_chat_template(mars_dir):

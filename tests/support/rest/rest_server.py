@@ -164,10 +164,11 @@ class Client(httpx2.AsyncClient):
 
 
 def served(name: str, checkpoint: Checkpoint, backend: Backend, **settings: Any) -> ServedModel:
-    """Make a served model over a backend."""
+    """Make a served model over a backend; its mode is threshold unless ``settings`` say more."""
     if checkpoint.adapter is not None:
         settings["adapter"] = str(checkpoint.adapter.path)
-    entry = ModelSettings(name=name, path=str(checkpoint.path), engine=ENGINE, **settings)
+    settings = {"name": name, "path": str(checkpoint.path), "mode": "threshold"} | settings
+    entry = ModelSettings(engine=ENGINE, **settings)
     return ServedModel(entry, checkpoint, backend, CREATED)
 
 

@@ -146,7 +146,7 @@ def modes_of(model: ServedModel) -> list[Mode]:
 
 
 def _mode(body: GenerationRequest, model: ServedModel, tier: ServiceTier) -> Mode:
-    """Return the request's mode: its own, else its tier's, else the model's setting."""
+    """Return the request's mode: its own, else its tier's, that of its τ, or the model's."""
     plain = model.checkpoint.metadata is None
     lossless = modes_of(model)
     is_chosen = body.mode is not None or _lowest_threshold(body) < 1.0
@@ -160,7 +160,8 @@ def _mode(body: GenerationRequest, model: ServedModel, tier: ServiceTier) -> Mod
     if plain:
         return body.mode or Mode.AR
     if tier is not ServiceTier.PRIORITY:
-        return body.mode or model.settings.mode
+        asks_threshold = body.confidence_threshold is not None
+        return body.mode or (Mode.THRESHOLD if asks_threshold else model.default_mode)
     if body.mode is Mode.THRESHOLD:
         reason = "'threshold' may lose quality and service_tier 'priority' may not"
         raise invalid_value("mode", f"{reason}; use 'exact' or 'ar', or another tier")

@@ -37,7 +37,8 @@ def chat(
     ] = None,
     adapter: Adapter = None,
     mode: Annotated[
-        Mode | None, typer.Option(help="Decoding mode; by default the model's own.")
+        Mode | None,
+        typer.Option(help="Decoding mode; by default threshold with a τ, else the model's own."),
     ] = None,
     threshold: Annotated[
         float | None, typer.Option(help="Confidence threshold in (0, 1]; by default the model's.")

@@ -16,7 +16,7 @@ from mars_platform.checkpoint.inspection import check_chat_template
 from mars_platform.checkpoint.number_type import stored_dtype
 from mars_platform.data.prompt_encoding import PromptEncoder
 from mars_platform.errors import UserError
-from mars_platform.method.mode import Mode
+from mars_platform.method.mode import Mode, default_mode
 from mars_serve.api.text import OutputText, StopRules
 from mars_serve.cli.chat.answer import DecodingChoice, Message, Part
 from mars_serve.engine.decoding_options import DecodingOptions, FinishReason, Sampling
@@ -68,9 +68,12 @@ class LocalModel:
                 f"the conversation has {len(ids)} tokens, and the context {self._max_length}; "
                 "begin another with /reset"
             )
+        usual = default_mode(
+            has_masks=self._engine.window > 0, has_threshold=choice.threshold is not None
+        )
         options = DecodingOptions(
             min(choice.max_tokens or _MAX_TOKENS, room),
-            Mode(choice.mode or Mode.THRESHOLD),
+            Mode(choice.mode or usual),
             choice.threshold or _THRESHOLD,
             sampling=Sampling(temperature=choice.temperature),
         )

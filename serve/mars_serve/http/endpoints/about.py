@@ -105,9 +105,9 @@ class AboutModel(Shape):
     model: str
     modes: list[Mode]
     mode: Mode
-    """Mode of requests that name none."""
+    """Mode of requests that name neither a mode nor a τ."""
     confidence_threshold: float
-    """The live τ, of requests that give none."""
+    """The live τ, of requests in mode threshold that give none."""
     adapter: str | None
     """Name of the directory of the adapter that proposes tokens; null for a whole model."""
     block_size: int | None
@@ -160,7 +160,7 @@ def _abilities(model: ServedModel) -> dict[str, Any]:
     return {
         "model": settings.name,
         "modes": modes_of(model),
-        "mode": settings.mode if checkpoint.metadata else Mode.AR,
+        "mode": model.default_mode,
         "adapter": model.adapter_name,
         "block_size": checkpoint.metadata.block_size if checkpoint.metadata else None,
         "max_model_len": model.max_length,

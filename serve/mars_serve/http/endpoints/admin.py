@@ -69,7 +69,7 @@ def admin_router(models: Mapping[str, ServedModel]) -> APIRouter:
 
     @router.put("/admin/threshold")
     async def change_threshold(body: Annotated[ThresholdChange, at_most(16)]) -> LiveThresholds:
-        """Change the live τ, also for running requests, unless they set their own.
+        """Change the live τ of requests in mode threshold, running or not, that set none.
 
         The response may arrive before all replicas have the change; compare their ``version``.
         """

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from mars_serve.api.protocol import (
     GenerationRequest,
 )
 from mars_serve.api.text import StopRules
+from mars_serve.config.number_type import with_dtype
 from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import LimitSettings, ModelSettings
 from mars_serve.engine.decoding_options import DecodingOptions, Sampling, Span, Spans
@@ -63,7 +65,7 @@ def options_of(
     spans: Spans | None = None,
     **settings: Any,
 ) -> DecodingOptions:
-    entry = ModelSettings(name="mars", path="mars", **settings)
+    entry = ModelSettings(name="mars", path="mars", **({"mode": "threshold"} | settings))
     model = ServedModel(entry, checkpoint, None, 0)
     return decoding_options(
         body, model, caller, limits, max_tokens=max_tokens, grammar=None, spans=spans
@@ -136,14 +138,49 @@ def test_each_output_of_a_request_has_its_own_seed(mars):
     assert seeds == [2**63 - 1, 0, 1]
 
 
+JOINT = {"max_replicas": 2}
+FIXED = {"max_replicas": 2, "policy": "ongoing_requests"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields", "mode"),
+    [
+        ({}, {}, Mode.EXACT),
+        ({}, {"service_tier": "flex"}, Mode.EXACT),
+        ({}, {"temperature": 1}, Mode.EXACT),
+        ({}, {"confidence_threshold": 0.95}, Mode.THRESHOLD),
+        ({}, {"confidence_threshold": {"thinking": 0.9}}, Mode.THRESHOLD),
+        ({}, {"confidence_threshold": 0.95, "mode": "exact"}, Mode.EXACT),
+        ({}, {"mode": "threshold"}, Mode.THRESHOLD),
+        ({"tiers": {"flex_min_threshold": 0.5}}, {}, Mode.EXACT),
+        ({"confidence_threshold": 0.95}, {}, Mode.THRESHOLD),
+        ({"confidence_threshold": 0.95, "mode": "exact"}, {}, Mode.EXACT),
+        ({"autoscaling": JOINT}, {}, Mode.THRESHOLD),
+        ({"autoscaling": FIXED}, {}, Mode.EXACT),
+        ({"autoscaling": JOINT, "mode": "ar"}, {}, Mode.AR),
+    ],
+)
+def test_nothing_is_lost_unless_a_request_or_the_operator_chooses_that(
+    mars, plain, settings, fields, mode
+):
+    sent = pickle.loads(pickle.dumps(ModelSettings(name="mars", path="mars", **settings)))  # noqa: S301
+    served = with_dtype(sent.model_copy(update={"dtype": "float32"}))
+    model = ServedModel(served, mars, None, 0)
+    found = decoding_options(body_of(**fields), model, ANYONE, LIMITS, max_tokens=8, grammar=None)
+    assert found.mode is mode
+    if not fields:
+        assert options_of(plain, body_of(), **({"mode": None} | settings)).mode is Mode.AR
+
+
 @pytest.mark.parametrize(
     ("fields", "mode", "threshold"),
     [
         ({"mode": "exact"}, Mode.EXACT, 1.0),
         ({"mode": "exact", "confidence_threshold": 0.5}, Mode.EXACT, 1.0),
         ({"mode": "ar", "min_confidence_threshold": 0.5}, Mode.AR, 1.0),
-        ({"confidence_threshold": 0.5}, Mode.EXACT, 1.0),
+        ({"confidence_threshold": 0.5}, Mode.THRESHOLD, 0.5),
         ({"mode": "threshold", "confidence_threshold": 0.5}, Mode.THRESHOLD, 0.5),
+        ({"min_confidence_threshold": 0.5}, Mode.EXACT, 1.0),
     ],
 )
 def test_a_request_may_change_the_mode_of_an_exact_model(mars, fields, mode, threshold):

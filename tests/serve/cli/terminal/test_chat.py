@@ -10,6 +10,7 @@ import signal
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,14 @@ def test_an_answer_is_that_of_generate(local: LocalModel, mars_dir: Path) -> Non
         {"role": "user", "content": question},
         {"role": "assistant", "content": "".join(once.passes)},
     ]
+
+
+def test_answers_lose_nothing_unless_a_threshold_is_given(local: LocalModel) -> None:
+    asked: list[Message] = [{"role": "user", "content": "What is 1 plus 1?"}]
+    short = replace(SHORT, mode=None)
+    for choice, mode in [(short, "exact"), (replace(short, threshold=0.25), "threshold")]:
+        *_, last = local.answer(asked, choice)
+        assert last.decoded["mode"] == mode
 
 
 def test_commands_change_how_answers_are_decoded(local: LocalModel) -> None:

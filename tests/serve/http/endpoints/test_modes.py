@@ -32,6 +32,20 @@ async def test_the_response_reports_the_effective_mode_and_threshold(
         assert summary["forward_passes"] == 24
 
 
+async def test_without_settings_the_output_is_that_of_one_token_decoding(make_loop, mars):
+    backend = SingleEngineBackend(make_loop(mars))
+    async with client_of(app_of(served("mars", mars, backend, mode=None))) as client:
+        plain = await client.answer(COMPLETIONS, {**COMPLETION, "mode": "ar"})
+        usual = await client.answer(COMPLETIONS, COMPLETION)
+        assert usual["mars"]["mode"] == "exact"
+        assert usual["choices"][0]["text"] == plain["choices"][0]["text"]
+        asked = await client.answer(COMPLETIONS, {**COMPLETION, "confidence_threshold": 0.02})
+        assert (asked["mars"]["mode"], asked["mars"]["confidence_threshold"]) == ("threshold", 0.02)
+        assert asked["choices"][0]["text"] != plain["choices"][0]["text"]
+        about = (await client.get("/v1/about", params={"model": "mars"})).json()
+        assert about["mode"] == "exact"
+
+
 # Tiers
 
 
