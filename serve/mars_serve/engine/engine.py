@@ -39,8 +39,7 @@ from mars_serve.engine.execution.warm_up import (
 from mars_serve.engine.outputs import EngineCounts, StepOutput
 from mars_serve.engine.pages import PagePool
 from mars_serve.engine.request import Request
-from mars_serve.engine.sampling.grammar import GrammarCompiler
-from mars_serve.engine.sampling.grammar_budget import PutOff
+from mars_serve.engine.sampling.grammar import GrammarCompiler, PutOff
 from mars_serve.engine.scheduled_row import Masks, ScheduledRow
 from mars_serve.engine.scheduler import Scheduler
 from mars_serve.engine.settings import EngineSettings
@@ -405,6 +404,8 @@ class Engine:
             num_allowed = commit(request, tokens)
         except REFUSALS as error:
             return self._fail(request, error)
+        except PutOff:
+            return StepOutput(request.id, [], None)
         if num_allowed < len(tokens):  # the next step finds that no token may follow
             tokens, reason = tokens[:num_allowed], None
             num_right = min(result.num_right, num_allowed - 1)

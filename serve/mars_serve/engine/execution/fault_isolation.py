@@ -11,8 +11,7 @@ import torch
 from mars_serve.engine.adaptive.position_budget import PositionBudget
 from mars_serve.engine.execution.acceptance import Accepted
 from mars_serve.engine.execution.forward import Launched, ModelRunner
-from mars_serve.engine.sampling.grammar import GrammarError
-from mars_serve.engine.sampling.grammar_budget import PutOff
+from mars_serve.engine.sampling.grammar import GrammarError, PutOff
 from mars_serve.engine.scheduled_row import ScheduledRow
 
 _MAX_FAILURES = 3

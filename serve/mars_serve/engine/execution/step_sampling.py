@@ -157,6 +157,7 @@ def commit(request: Request, tokens: list[int]) -> int:
 
     Raises:
         GrammarError: the grammar has reached a limit, or allows no token that may be emitted.
+        PutOff: the grammar has no parser yet; nothing has changed.
         NoTokenLeft: rules allow no token.
     """
     rules, count = request.rules, len(tokens)

@@ -50,11 +50,13 @@ _NAMES = {
 _JSON_WHITESPACE = r"[ \t\n\r]{1,20}"
 _NOTHING_FITS = "there is no token that may come next"
 _NOTHING_ALLOWED = f"{_NOTHING_FITS} but control tokens or unused ids"
+_NO_STATES = "too many states"
 _MAX_REASON = 300
 """Most characters of llguidance's message that an error repeats."""
 _stack_size_lock = threading.Lock()
 
 _Kept = TypeVar("_Kept", str, "CompiledGrammar")
+_Made = TypeVar("_Made")
 
 
 _Bits = NDArray[np.uint8]
@@ -79,6 +81,12 @@ class _Vocabulary:
 
 class GrammarError(ValueError):
     """A limit of a grammar is reached, or no token may follow; its own request is to blame."""
+
+
+class PutOff(Exception):
+    """The result of a row whose grammar had no time left in its step, or no parser yet: it runs
+    again in the next.
+    """
 
 
 class GrammarCompiler:
@@ -186,11 +194,9 @@ class GrammarCompiler:
         limits = self._limits
 
         def build() -> CompiledGrammar:
-            bounds = limits.for_parser()
-            parser = LLMatcher(vocabulary.tokenizer, source, log_level=0, limits=bounds)
-            _check(parser)
             words = vocabulary.words | _pack(spec.control_ids, vocabulary.size)
-            compiled = CompiledGrammar(parser, vocabulary, words, limits.step_s)
+            compiled = CompiledGrammar(source, limits, vocabulary, words)
+            _check(compiled.parser)
             _try_out(compiled)
             return compiled
 
@@ -198,7 +204,7 @@ class GrammarCompiler:
             source = _source(spec)
             if self._trial is not None:
                 self._trial.run(source, vocabulary.serialized, limits)
-            return _run_with_stack(build, limits.stack(source))
+            return _start_with_stack(build, limits.stack(source)).result()
         except (GrammarError, TrialFailed) as error:
             raise UserError(
                 f"grammar: the {_NAMES[spec.kind]} cannot be used ({_reason(str(error))}); change "
@@ -234,16 +240,40 @@ class GrammarCompiler:
 class CompiledGrammar:
     """A grammar that has been found usable; any thread may call it."""
 
-    parser: LLMatcher
-    """Parser at the start of an output; never advanced."""
+    source: str
+    """The grammar in llguidance's form."""
+    limits: GrammarLimits
     vocabulary: _Vocabulary
     words: _Bits
     """Tokens that it may ask for, except end tokens."""
-    step_s: float
-    """Most CPU seconds of one output's grammar in one step."""
+    parser: LLMatcher = field(init=False)
+    """Parser at the start of an output; never advanced."""
     is_spent: bool = field(default=False, init=False)
     """Whether a matcher has reached a limit. All matchers share the lexer's states and would soon
     reach it, too, so the grammar has to be compiled anew."""
+
+    def __post_init__(self) -> None:
+        """Compile the grammar, which a caller has to check."""
+        self.parser = self._compiled()
+
+    def parser_behind(self, tokens: Sequence[int]) -> Future[LLMatcher]:
+        """Begin to compile the grammar for one output alone, of which the first tokens are known.
+
+        They are parsed one by one, since a parser holds up the other threads while it takes tokens.
+        """
+
+        def build() -> LLMatcher:
+            parser = self._compiled()
+            for token in tokens:
+                parser.try_consume_tokens([token])
+            parser.compute_bitmask()
+            return parser
+
+        return _start_with_stack(build, self.limits.stack(self.source))
+
+    def _compiled(self) -> LLMatcher:
+        limits = self.limits.for_parser()
+        return LLMatcher(self.vocabulary.tokenizer, self.source, log_level=0, limits=limits)
 
     def matcher(self) -> Matcher:
         """Return a matcher at the start of an output; takes some microseconds."""
@@ -253,13 +283,18 @@ class CompiledGrammar:
 class Matcher:
     """Position of one output in a grammar; not to be used after a method has raised GrammarError.
 
-    The allowed tokens depend only on the tokens taken, not on queries or rollbacks in between.
+    The allowed tokens depend only on the tokens taken, not on queries or rollbacks in between. Once
+    the outputs of a grammar have used up the states that they share, each goes on with a parser of
+    its own; until that is ready, all methods raise `PutOff` and change nothing.
     """
 
-    def __init__(self, grammar: CompiledGrammar) -> None:
+    def __init__(self, grammar: CompiledGrammar, *, is_shared: bool = True) -> None:
         self._grammar = grammar
         self._vocabulary = grammar.vocabulary
         self._parser = grammar.parser.deep_copy()
+        self._own: Future[LLMatcher] | None = None
+        self._is_shared = is_shared  # False once it has a parser of its own, or one is being made
+        self._taken: list[int] = []
         self._num_ends = 0  # end tokens taken, of which the parser does not know
         self._ahead: list[int] = []  # tokens taken only to look ahead
         self.total_s = 0.0
@@ -306,6 +341,7 @@ class Matcher:
         with self._timed():
             self._return()
             num_taken = self._take(tokens)
+        self._taken += tokens[:num_taken]
         self.last_s, self._begun_s = self.total_s - self._begun_s, self.total_s
         return num_taken
 
@@ -313,6 +349,7 @@ class Matcher:
         """Undo the last ``num_tokens`` tokens taken."""
         self._return()
         self._give_back(num_tokens)
+        del self._taken[len(self._taken) - num_tokens :]
 
     def allowed_after(self, tokens: Sequence[int]) -> Tensor | None:
         """Return what ``allowed`` would return after some more tokens.
@@ -325,7 +362,7 @@ class Matcher:
         """
         with self._timed():
             allowed = self._look(tokens)
-        if self.total_s - self._begun_s > self._grammar.step_s:
+        if self.total_s - self._begun_s > self._grammar.limits.step_s:
             self._note_overrun()
         return allowed
 
@@ -336,7 +373,7 @@ class Matcher:
             GrammarError: it is not the first.
         """
         if self._has_overrun:
-            limit_ms = round(1000 * self._grammar.step_s)
+            limit_ms = round(1000 * self._grammar.limits.step_s)
             raise GrammarError(f"steps of it take more than {limit_ms} ms")
         self._has_overrun, self._begun_s = True, self.total_s
 
@@ -360,6 +397,11 @@ class Matcher:
 
     def _return(self, num_kept: int = 0) -> None:
         """Undo the tokens taken to look ahead, except the first ``num_kept``."""
+        if self._own is not None:
+            if not self._own.done():
+                raise PutOff
+            self._parser, self._own = self._own.result(), None
+            self._check()
         self._give_back(len(self._ahead) - num_kept)
         del self._ahead[num_kept:]
 
@@ -384,6 +426,8 @@ class Matcher:
         ends = self._vocabulary.end_ids
         words = [] if self._num_ends else list(takewhile(lambda token: token not in ends, tokens))
         num_taken = self._parser.try_consume_tokens(words)
+        if num_taken < len(words):
+            self._parser.compute_bitmask()  # may find an error, which taking tokens alone does not
         self._check()
         if num_taken < len(words) or not self._may_end:
             return num_taken
@@ -405,9 +449,16 @@ class Matcher:
     def _check(self) -> None:
         try:
             _check(self._parser)
-        except GrammarError:
+        except GrammarError as error:
             self._grammar.is_spent = True
-            raise
+            if not self._is_shared or _NO_STATES not in str(error):
+                raise
+            # perhaps others have used up the states
+            self._is_shared = False
+            self._ahead.clear()
+            words = [token for token in self._taken if token not in self._vocabulary.end_ids]
+            self._own = self._grammar.parser_behind(words)
+            raise PutOff from error
 
 
 def _source(spec: GrammarSpec) -> str:
@@ -434,7 +485,7 @@ def _try_out(compiled: CompiledGrammar) -> None:
     Raises:
         GrammarError: the grammar fails.
     """
-    matcher = compiled.matcher()
+    matcher = Matcher(compiled, is_shared=False)
     ends = compiled.vocabulary.end_ids
     words = (token for token in matcher.allowed().nonzero().flatten().tolist() if token not in ends)
     first = next(words, None)
@@ -485,13 +536,13 @@ def _shorten(message: str) -> str:
     return " ".join(reason.split())[:_MAX_REASON]
 
 
-def _run_with_stack(function: Callable[[], CompiledGrammar], num_bytes: int) -> CompiledGrammar:
+def _start_with_stack(function: Callable[[], _Made], num_bytes: int) -> Future[_Made]:
     """Run a function in a thread with a stack of a given size; only its used part takes memory."""
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        with _stack_size_lock:  # the size holds for all threads that the process starts next
-            before = threading.stack_size(num_bytes)
-            try:
-                future = pool.submit(function)
-            finally:
-                threading.stack_size(before)
-        return future.result()
+    pool = ThreadPoolExecutor(max_workers=1)
+    with _stack_size_lock:  # the size holds for all threads that the process starts next
+        before = threading.stack_size(num_bytes)
+        try:
+            return pool.submit(function)
+        finally:
+            threading.stack_size(before)
+            pool.shutdown(wait=False)

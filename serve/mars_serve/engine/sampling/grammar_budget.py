@@ -7,11 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from mars_serve.engine.sampling.grammar import GrammarError, Matcher
-
-
-class PutOff(Exception):
-    """The result of a row whose grammar had no time left in its step: it runs again in the next."""
+from mars_serve.engine.sampling.grammar import GrammarError, Matcher, PutOff
 
 
 @dataclass
@@ -66,7 +62,7 @@ class StepGrammars:
             return None
         try:
             return matcher.allowed_after(tokens)
-        except GrammarError as error:
+        except (GrammarError, PutOff) as error:
             self.outcomes[matcher] = error
             return None
         finally:

@@ -11,8 +11,9 @@ from mars_serve.engine.sampling.grammar import (
     GrammarError,
     GrammarLimits,
     Matcher,
+    PutOff,
 )
-from mars_serve.engine.sampling.grammar_budget import GrammarBudget, PutOff
+from mars_serve.engine.sampling.grammar_budget import GrammarBudget
 
 AMBIGUOUS = lark('start: s\ns: s s s | s s | "a" | "b" | "c"')
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from decoding.engines import output_of, run
 from decoding.grammar_specs import ambiguous, regex
 from decoding.modes import AR, EXACT, THRESHOLD
+from mars_platform.checkpoint.directory import read_checkpoint
 from mars_serve.engine.decoding_options import (
     DecodingOptions,
     FinishReason,
@@ -19,7 +21,9 @@ from mars_serve.engine.decoding_options import (
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
+from mars_serve.engine.sampling.grammar import GrammarCompiler, GrammarLimits
 from mars_serve.engine.sampling.grammar_budget import GrammarBudget
+from mars_serve.engine.settings import EngineSettings
 
 # Each passes its trial. The first fails when its second token is taken, the second when the tokens
 # behind that one are looked for.
@@ -125,3 +129,34 @@ def test_a_grammar_that_leaves_no_token_ends_its_request_behind_what_fits(
     assert last.finish_reason is FinishReason.REFUSED
     assert (last.error or "").startswith("grammar: ")
     assert engine.checkpoint.tokenizer.decode(output_of(request)) == "4444"
+
+
+@pytest.mark.parametrize("kind", [AR, EXACT[0], THRESHOLD], ids=["ar", "exact", "threshold"])
+def test_an_output_that_uses_up_a_grammars_states_fails_alone(
+    mars_dir: Path, kind: DecodingOptions
+) -> None:
+    """All outputs of a grammar share the states of its lexer until these are used up."""
+    checkpoint = read_checkpoint(mars_dir)
+    engine = Engine(checkpoint, EngineSettings(max_num_seqs=6, num_pages=64))
+    tokenizer, ends = checkpoint.tokenizer, checkpoint.special.eos
+    limits = GrammarLimits(num_states=120)
+    engine.grammars = GrammarCompiler(tokenizer, checkpoint.config.vocab_size, ends, limits)
+    # needs as many states as there are runs of a and b, and few for a text that begins with c
+    grammar = regex("(a|b)*a(a|b){12}!|c[0-9 ]{40}")
+
+    def request(name: str, seed: int, bias: float) -> Request:
+        of_runs = tokenizer.convert_tokens_to_ids(["a", "b"])
+        biases = tuple((token, bias) for token in of_runs)
+        sampling = Sampling(1.0, seed=seed, logit_bias=biases)
+        options = replace(kind, max_tokens=90, sampling=sampling, grammar=grammar)
+        return Request(f"{name} {seed}", tokenizer.encode("What is 3"), options)
+
+    alone = [request("alone", seed, -100.0) for seed in range(3)]
+    for each in alone:
+        run(engine, [each])
+    good = [request("good", seed, -100.0) for seed in range(3)]
+    bad = [request("bad", seed, 100.0) for seed in range(3)]
+    run(engine, [*good, *bad])
+    assert [each.finish_reason for each in good] == [FinishReason.STOP] * 3
+    assert [each.finish_reason for each in bad] == [FinishReason.REFUSED] * 3
+    assert [output_of(each) for each in good] == [output_of(each) for each in alone]
