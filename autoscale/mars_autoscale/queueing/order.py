@@ -27,7 +27,7 @@ Imports no Ray, torch or HTTP library.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Generic, TypeVar
@@ -156,11 +156,11 @@ class _Shares(Generic[ItemT]):
         flow.add(queued)
         self._count(1, queued)
 
-    def first(self, skipped: str | None, now_s: float) -> QueuedRequest[ItemT] | None:
-        """Return the request that is served next, but for one key's; None if none waits."""
+    def first(self, skipped: Container[str], now_s: float) -> QueuedRequest[ItemT] | None:
+        """Return the request that is served next, but for some keys'; None if none waits."""
         flow = self._backlogged.first()
-        if flow is not None and flow.key == skipped:
-            others = (each for each in self._backlogged if each is not flow)
+        if flow is not None and flow.key in skipped:
+            others = (each for each in self._backlogged if each.key not in skipped)
             flow = min(others, key=lambda each: (each.start, each.turn), default=None)
         return None if flow is None else flow.first(now_s)
 
@@ -302,12 +302,12 @@ class FairQueue(Generic[ItemT]):
         return queued
 
     def peek(
-        self, skipped: str | None = None, *, now_s: float = -math.inf
+        self, skipped: Container[str] = (), *, now_s: float = -math.inf
     ) -> QueuedRequest[ItemT] | None:
         """Return the request that is first in order; None if none waits.
 
         Args:
-            skipped: key whose requests do not count.
+            skipped: keys whose requests do not count.
             now_s: the time on the queue's clock, which tells what is late.
         """
         for shares in self._tiers.values():

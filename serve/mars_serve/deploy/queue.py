@@ -67,8 +67,7 @@ class Lease:
 
     replica: str
     client: EngineClient
-    num_prompt: int
-    """Tokens of the request's prompt."""
+    request: Request
     queued: QueuedRequest[_Waiting] | None = None
     """The request's entry in the queue; None if it did not wait."""
 
@@ -147,7 +146,7 @@ class RequestQueue:
             self.num_arrived += 1
             self.prompt_tokens += request.num_prompt
         self._note_active(request.key)
-        if self._next() is None and not self._holds_all(request.key):
+        if self._next() is None and not self._must_wait(request):
             lease = self._give(request)
             if lease is not None:
                 return lease
@@ -207,22 +206,37 @@ class RequestQueue:
 
     def _next(self) -> QueuedRequest[_Waiting] | None:
         """Return the request that is next to get a lease; None if none may have one."""
-        now_s = self._clock()
-        first = self._queue.peek(now_s=now_s)
-        if first is None or not self._holds_all(first.key):
-            return first
-        return self._queue.peek(skipped=first.key, now_s=now_s)
+        now_s, skipped = self._clock(), set[str]()
+        while (first := self._queue.peek(skipped, now_s=now_s)) is not None:
+            if not self._must_wait(first.item.request):
+                break
+            skipped.add(first.key)
+        return first
 
-    def _holds_all(self, key: str) -> bool:
-        """Whether a key has all credits but those that are kept for other active keys.
+    def _must_wait(self, request: Request) -> bool:
+        """Whether a request's key has all credits but those that are kept for other active keys.
 
         So their requests find room at once. Without them, or with few credits, none are kept.
+        Grammars that may still be compiled, in which time their credits are of use to nobody, never
+        have more than that, and those of one key only as many as are kept.
         """
-        if len(self._active) < 2:
-            return False
         free = sum(self._num_free(client) for client in self._engines.usable().values())
         room = free + self._held.total()
-        return self._held[key] >= room - room // _SPARE_SHARE
+        kept = room // _SPARE_SHARE
+        if request.options.grammar is not None:
+            num = self._num_compiling()
+            if num[request.key] >= max(kept, 1) or num.total() >= room - kept:
+                return True
+        return len(self._active) > 1 and self._held[request.key] >= room - kept
+
+    def _num_compiling(self) -> Counter[str]:
+        """Return the requests that have a credit while their grammar may compile, by key."""
+        num = Counter[str]()
+        for client in self._engines.usable().values():
+            num += client.num_compiling()
+            reserved = (lease.request for lease in self._reserved.get(client, ()))
+            num.update(each.key for each in reserved if each.options.grammar is not None)
+        return num
 
     def _note_active(self, key: str) -> None:
         now_s = self._clock()
@@ -245,14 +259,14 @@ class RequestQueue:
             return None
         name = self._router.choose(request, free)
         client = free[name]
-        lease = Lease(name, client, request.num_prompt)
+        lease = Lease(name, client, request)
         self._reserved.setdefault(client, []).append(lease)
         self._held[request.key] += 1
         return lease
 
     def _may_get_more(self, client: EngineClient) -> bool:
         reserved = self._reserved.get(client, [])
-        backlog_tokens = client.backlog_tokens + sum(lease.num_prompt for lease in reserved)
+        backlog_tokens = client.backlog_tokens + sum(lease.request.num_prompt for lease in reserved)
         load = load_of(client.num_requests + len(reserved), backlog_tokens)
         return self._num_free(client) > 0 and has_room(load, self._max_num_seqs)
 

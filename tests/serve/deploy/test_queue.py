@@ -23,6 +23,7 @@ from clusters.blocked_engines import (
 )
 from clusters.local_replicas import LocalReplica, ReplicaHandle
 from decoding.failing_engines import SlowEngine
+from decoding.grammar_specs import regex
 from mars_autoscale.queueing.estimate import LateRule
 from mars_autoscale.queueing.grants import reserve_of
 from mars_platform.tier import Tier
@@ -178,6 +179,38 @@ async def test_a_key_that_floods_leaves_room_for_another_that_is_active(start, i
     give_up(backend._queue, lease.result(), wanted)
     unblock(replica)
     await asyncio.gather(*flood)
+    await assert_all_is_back(backend, replica)
+
+
+async def test_grammars_that_compile_leave_room_for_keys_that_come_later(start, ingress) -> None:
+    backend = await ingress(replica := start("a", max_num_seqs=8))
+    with engine_of(replica).grammars._vocabulary_lock:  # none can be compiled
+        slow = [
+            spawn(backend, request(f"{key} {number}", key=key, grammar=regex(f"{number}+")))
+            for number in range(5)
+            for key in "abcd"
+        ]
+        await soon(lambda: len(backend._queue) == len(slow) - 6)
+        outputs = await asyncio.wait_for(backend.complete(request("plain", key="e")), 5)
+        assert [output.tokens for output in outputs] != [[]]
+        assert not any(task.done() for task in slow)
+    ends = await asyncio.gather(*slow, return_exceptions=True)
+    assert {str(end) for end in ends} == {str(ends[0])}, "the model has no end token"
+    await assert_all_is_back(backend, replica)
+
+
+async def test_one_keys_grammars_leave_room_for_anothers(start, ingress) -> None:
+    backend = await ingress(replica := start("a", max_num_seqs=8))
+    with engine_of(replica).grammars._vocabulary_lock:
+        slow = [
+            spawn(backend, request(str(number), key="a", grammar=regex(f"{number}+")))
+            for number in range(9)
+        ]
+        await soon(lambda: len(backend._queue) == 7)
+        other = spawn(backend, request("other", key="b", grammar=regex("b+")))
+        await soon(lambda: sum(links_of(backend)[0].num_compiling().values()) == 3)
+        assert len(backend._queue) == 7
+    await asyncio.gather(*slow, other, return_exceptions=True)
     await assert_all_is_back(backend, replica)
 
 

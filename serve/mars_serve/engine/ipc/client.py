@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -220,6 +221,14 @@ class EngineClient:
         return sum(
             stream.waits and stream.request.options.tier.rank >= tier.rank
             for stream in self._streams.values()
+        )
+
+    def num_compiling(self) -> Counter[str]:
+        """Return the requests sent from here whose grammar may still be compiled, by key."""
+        return Counter(
+            stream.request.key
+            for stream in self._streams.values()
+            if stream.waits and stream.request.options.grammar is not None
         )
 
     def waiting_tiers(self) -> list[Tier]:
@@ -457,9 +466,11 @@ class EngineClient:
             self._status, self._status_s = report.status, self._heard_s
             self.activity = report.activity
         elif isinstance(report, Begun):
-            for request_id in report.request_ids:
-                if request_id in self._streams:
-                    self._streams[request_id].waits = False
+            begun = [self._streams[name] for name in report.request_ids if name in self._streams]
+            for stream in begun:
+                stream.waits = False
+            if any(stream.request.options.grammar for stream in begun) and self.on_change:
+                self.on_change()
         else:
             self._take_notice(report)
 
