@@ -88,6 +88,11 @@ class Checkpoint:
         """Length of the longest sequence, prompt and output together, in tokens."""
         return int(self.config.max_position_embeddings)
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that have both a text and a logit; an adapter's mask may have none."""
+        return min(len(self.tokenizer), int(self.config.vocab_size))
+
     def with_metadata(self, metadata: MarsMetadata) -> Checkpoint:
         """Return this AR checkpoint as a MARS checkpoint that is yet to be trained.
 
@@ -229,8 +234,10 @@ def _special_tokens(
     if tokenizer.eos_token_id is not None:
         eos.add(tokenizer.eos_token_id)
     banned = {tokenizer.pad_token_id} if tokenizer.pad_token_id is not None else set()
-    # an adapter's mask may lie past the output layer, which then has no logit to ban
-    if metadata is not None and metadata.mask_token_id < config.vocab_size:
+    if metadata is not None:
         banned.add(metadata.mask_token_id)
+    # an adapter's mask, or an added token, may lie past the output layer and has no logit
+    known = range(config.vocab_size)
+    eos, banned = ({token for token in ids if token in known} for ids in (eos, banned))
     # Several families pad with one of their end tokens, which must stay possible to emit.
     return SpecialTokens(eos=frozenset(eos), never_emitted=frozenset(banned - eos))

@@ -46,6 +46,7 @@ _SEEDS = 2**63  # a power of two, exact even in clients that read JSON numbers a
 _MAX_PROMPTS = 2048
 _MAX_BIASES = 1024
 _MAX_BAD_WORDS = 128
+_MAX_ALLOWED = 2**17
 _MAX_IDS = 2**20  # token ids to turn into text
 _ID = "^[A-Za-z0-9._:/+=@-]{1,128}$"
 
@@ -84,6 +85,7 @@ AnyThreshold = Annotated[  # the tags have hyphens: errors do not take them for 
 Penalty = Annotated[float, Field(ge=-2, le=2, strict=True)]
 TokenId = Annotated[int, Field(ge=0, le=_MAX_INT32, strict=True)]
 TokenIds = Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)]
+AllowedIds = Annotated[list[TokenId], Field(min_length=1, max_length=_MAX_ALLOWED, fail_fast=True)]
 NumKept = Annotated[
     int,
     Field(ge=-1, le=_MAX_INT32, strict=True, json_schema_extra={"not": {"const": 0}}),
@@ -189,7 +191,7 @@ class GenerationRequest(Body):
     ignore_eos: Flag | None = None
     """Go on behind the model's end tokens, which are then tokens like any other. Stop strings and
     ``stop_token_ids`` still end the output; with a grammar it is refused."""
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)] | None = None
+    allowed_token_ids: AllowedIds | None = None
     """Ids of the tokens of which alone the output is made."""
     bad_words: Annotated[list[BadWord], Field(max_length=_MAX_BAD_WORDS, fail_fast=True)] | None = (
         None

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
+from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.request import Request
 
 
@@ -31,6 +34,7 @@ class Limits:
         """
         self._check_length(request)
         options = request.options
+        self._check_ids(options)
         has_masks = self.checkpoint.metadata is not None
         can_run = self.checks_drafts if options.mode is Mode.EXACT else has_masks
         if not can_run and options.may_take_several and options.window != 0:
@@ -49,6 +53,19 @@ class Limits:
                 "calibrated: this model has no calibration.json; run marsray calibrate on it, or "
                 "leave the field out"
             )
+
+    def _check_ids(self, options: DecodingOptions) -> None:
+        named: dict[str, Iterable[int]] = {
+            "stop_token_ids": options.stop_ids,
+            "logit_bias": (token for token, _ in options.sampling.logit_bias),
+            "bad_words": chain.from_iterable(options.sampling.bad_words),
+        }
+        for field, ids in named.items():
+            if (largest := max(ids, default=0)) >= self.vocabulary:
+                raise UserError(
+                    f"{field}: token id {largest} is not below {self.vocabulary}, the number of "
+                    "the model's tokens; leave it out"
+                )
 
     def _check_length(self, request: Request) -> None:
         if not request.tokens:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+
+import numpy as np
 
 from mars_platform.method.mode import Confidence, Mode
 from mars_platform.method.translation import Translation
@@ -66,6 +68,13 @@ class Spans:
         return found
 
 
+def token_set(ids: Collection[int]) -> bytes:
+    """Return a set of tokens as bits, the lowest bit first, to be sent and read fast."""
+    flags = np.zeros(max(ids, default=-1) + 1, np.uint8)
+    flags[list(ids)] = 1
+    return np.packbits(flags, bitorder="little").tobytes()
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How a token is chosen from the model's probabilities; the neutral values choose greedily.
@@ -94,8 +103,8 @@ class Sampling:
     """Pairs of a token and the amount added to its logit."""
     min_tokens: int = 0
     """Output tokens that must come before an end token or stop token may be chosen."""
-    allowed_ids: frozenset[int] | None = None
-    """Tokens that alone may be chosen; None for all."""
+    allowed_ids: bytes | None = None
+    """Tokens that alone may be chosen, as `token_set` returns them; None for all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens, none of them empty, that the output may not contain."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -27,7 +28,7 @@ from mars_serve.engine.execution.acceptance import Accepted
 from mars_serve.engine.execution.fault_isolation import FaultIsolation, Step, TooLong
 from mars_serve.engine.execution.forward import ModelRunner
 from mars_serve.engine.execution.graphs import Capture, CapturedGraphs, CudaCapture, GraphSizes
-from mars_serve.engine.execution.step_sampling import REFUSALS, commit, cut, refusal_of
+from mars_serve.engine.execution.step_sampling import REFUSALS, commit, cut, prepare, refusal_of
 from mars_serve.engine.execution.warm_up import (
     REPEATS,
     StepSizes,
@@ -45,6 +46,8 @@ from mars_serve.engine.scheduler import Scheduler
 from mars_serve.engine.settings import EngineSettings
 
 _DEFAULT = LiveDecoding(0.95)
+
+_log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -246,7 +249,7 @@ class Engine:
         self._deadlines.add(request)
 
     def check(self, request: Request) -> None:
-        """Refuse a request that could never run, and prepare its grammar.
+        """Refuse a request that could never run, and prepare its grammar and its sampling.
 
         Any thread may call this. The first request with a grammar takes the time to compile it, and
         `add` compiles nothing that is prepared.
@@ -255,6 +258,7 @@ class Engine:
             UserError: the message names the option and the numbers.
         """
         self._limits.check(request)
+        prepare(request, self._limits.vocabulary, self.checkpoint.special.eos)
         if request.options.grammar is not None and request.matcher is None:
             request.matcher = self.grammars.compile(request.options.grammar).matcher()
 
@@ -302,7 +306,7 @@ class Engine:
         that may choose no token any more, with `FinishReason.REFUSED`; the others go on.
 
         Raises:
-            RuntimeError: several consecutive steps failed for every request.
+            RuntimeError: see `FaultIsolation.wait`.
         """
         outputs, self._overdue = self._overdue, []
         if step is None:
@@ -402,10 +406,12 @@ class Engine:
         tokens, reason = cut(request, result.tokens, self.checkpoint.special.eos)
         try:
             num_allowed = commit(request, tokens)
-        except REFUSALS as error:
-            return self._fail(request, error)
         except PutOff:
             return StepOutput(request.id, [], None)
+        except Exception as error:
+            if not isinstance(error, REFUSALS):
+                _log.exception("the tokens of request %s cannot be committed", request.id)
+            return self._fail(request, error)
         if num_allowed < len(tokens):  # the next step finds that no token may follow
             tokens, reason = tokens[:num_allowed], None
             num_right = min(result.num_right, num_allowed - 1)

@@ -12,8 +12,10 @@ from mars_serve.engine.decoding_options import DecodingOptions, FinishReason, Sp
 from mars_serve.engine.decoding_plan import DecodingPlan
 
 if TYPE_CHECKING:  # at run time these would load torch into processes that only pass requests on
+    from torch import Tensor
+
     from mars_serve.engine.sampling.grammar import Matcher
-    from mars_serve.engine.sampling.sampler import TokenHistory
+    from mars_serve.engine.sampling.sampler import Bias, TokenHistory
     from mars_serve.engine.sampling.token_rules import TokenRules
 
 
@@ -80,9 +82,13 @@ class Request:
     num_lookup_drafts: int = 0
     """Drafts at the end that come from the request's own text."""
     history: TokenHistory | None = None
-    """Counts of the committed tokens, made when a choice first needs them."""
+    """Counts of the committed tokens, if choices need them, set by the engine."""
     rules: TokenRules | None = None
-    """Tokens that may be chosen, made when a choice first needs them."""
+    """Tokens that may be chosen, if some may not, set by the engine."""
+    bias: Bias | None = None
+    """Biases of the logits, if there are any, set by the engine."""
+    ends: Tensor | None = None
+    """Tokens that may not be chosen before ``min_tokens``, if there are any, set by the engine."""
     matcher: Matcher | None = None
     """Position of the output in the request's grammar, set by the engine."""
     num_scored: int = 0

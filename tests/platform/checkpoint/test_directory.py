@@ -105,6 +105,19 @@ def test_a_plain_checkpoint_is_read_without_metadata(plain_path):
     assert checkpoint.special.never_emitted == {tokenizer.pad_token_id}
 
 
+def test_special_tokens_without_a_logit_are_left_out(plain_path, tmp_path):
+    path = shutil.copytree(plain_path, tmp_path / "plain")
+    tokenizer = read_checkpoint(path).tokenizer
+    size = read_checkpoint(path).config.vocab_size
+    tokenizer.add_tokens([f"<spare{number}>" for number in range(size - len(tokenizer))])
+    tokenizer.add_special_tokens({"pad_token": "<pad past the logits>"})
+    tokenizer.save_pretrained(path)
+    checkpoint = read_checkpoint(path)
+    assert checkpoint.tokenizer.pad_token_id == checkpoint.num_tokens == size
+    assert checkpoint.special.never_emitted == frozenset()
+    assert checkpoint.special.eos == read_checkpoint(plain_path).special.eos
+
+
 def test_a_mars_checkpoint_is_read_as_it_was_saved(mars_path):
     checkpoint = read_checkpoint(str(mars_path))
     mask_id = checkpoint.tokenizer.convert_tokens_to_ids(MASK_TOKEN)

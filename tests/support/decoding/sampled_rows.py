@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mars_serve.engine.decoding_options import Sampling
-from mars_serve.engine.sampling.sampler import SampledRow, choose_tokens
+from mars_serve.engine.sampling.sampler import SampledRow, bias_of, choose_tokens
 
 VOCABULARY = 24
 ENDS = (1, 5)
@@ -28,7 +28,11 @@ def random_logits(seed: int, *shape: int, scale: float = 2.0) -> Tensor:
 def sampled_row(
     sampling: Sampling, reads: list[int], position: int = 0, **others: object
 ) -> SampledRow:
-    plain = SampledRow(sampling, reads, position, num_output=position, end_tokens=ENDS)
+    plain = SampledRow(
+        sampling, reads, position, num_output=position, end_tokens=torch.tensor(ENDS)
+    )
+    if sampling.logit_bias:
+        plain = replace(plain, bias=bias_of(sampling))
     return replace(plain, **others)  # type: ignore[arg-type]
 
 

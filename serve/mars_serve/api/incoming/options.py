@@ -15,7 +15,13 @@ from mars_serve.api.protocol import CompletionRequest, GenerationRequest, Servic
 from mars_serve.api.text import StopRules
 from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import LimitSettings
-from mars_serve.engine.decoding_options import DecodingOptions, GrammarSpec, Sampling, Spans
+from mars_serve.engine.decoding_options import (
+    DecodingOptions,
+    GrammarSpec,
+    Sampling,
+    Spans,
+    token_set,
+)
 
 NUM_SEEDS = 2**63
 """Seeds lie in ``range(NUM_SEEDS)``."""
@@ -72,7 +78,7 @@ def decoding_options(
     tier = tier_of(body, caller)
     mode = _mode(body, model, tier)
     floors = _Floors.of(body, model, caller, mode, tier)
-    vocabulary = len(model.checkpoint.tokenizer)
+    vocabulary = model.checkpoint.num_tokens
     sampling = _sampling(body, vocabulary, max_tokens, bad_words)
     stop_ids = frozenset(body.stop_token_ids or ())
     check_token_ids("stop_token_ids", stop_ids, vocabulary)
@@ -287,8 +293,7 @@ def _sampling(
     max_tokens: int,
     bad_words: BadWords,
 ) -> Sampling:
-    allowed = None if body.allowed_token_ids is None else frozenset(body.allowed_token_ids)
-    check_token_ids("allowed_token_ids", allowed or (), vocabulary)
+    check_token_ids("allowed_token_ids", body.allowed_token_ids or (), vocabulary)
     bias = {int(name): value for name, value in (body.logit_bias or {}).items()}
     check_token_ids("logit_bias", bias, vocabulary)
     min_tokens = body.min_tokens or 0
@@ -303,7 +308,7 @@ def _sampling(
         seed=seed if temperature > 0 else 0,
         logit_bias=tuple(sorted((token, value) for token, value in bias.items() if value)),
         min_tokens=min_tokens,
-        allowed_ids=allowed,
+        allowed_ids=None if body.allowed_token_ids is None else token_set(body.allowed_token_ids),
         bad_words=bad_words,
         **body.model_dump(include=_SAMPLING_FIELDS, exclude_none=True),
     )

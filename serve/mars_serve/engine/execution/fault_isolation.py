@@ -9,13 +9,15 @@ from dataclasses import dataclass
 import torch
 
 from mars_serve.engine.adaptive.position_budget import PositionBudget
+from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.execution.acceptance import Accepted
 from mars_serve.engine.execution.forward import Launched, ModelRunner
+from mars_serve.engine.request import Request
 from mars_serve.engine.sampling.grammar import GrammarError, PutOff
 from mars_serve.engine.scheduled_row import ScheduledRow
 
 _MAX_FAILURES = 3
-"""Number of consecutive steps failing for every request after which the engine gives up."""
+"""Number of consecutive steps failing for every request after which the engine tries itself."""
 _NO_MEMORY = ("CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory")
 """Parts of the messages of libraries that have no type of error of their own for short memory."""
 
@@ -66,13 +68,13 @@ class FaultIsolation:
         """Wait for a step; return each row's result, or the error by which the row failed.
 
         Raises:
-            RuntimeError: several consecutive steps failed for every request.
+            RuntimeError: several steps failed for every request, and then one without any.
         """
         num_before = self.budget.num_out_of_memory
         results = self._results(step)
         if self.budget.num_out_of_memory == num_before:
             self.budget.note_fitting()
-        self._count(results)
+        self._count(step.rows, results)
         return results
 
     def _results(self, step: Step, *, is_retry: bool = False) -> list[Accepted | Exception]:
@@ -113,7 +115,7 @@ class FaultIsolation:
             "(num_gpus)"
         )
 
-    def _count(self, results: Sequence[Accepted | Exception]) -> None:
+    def _count(self, rows: Sequence[ScheduledRow], results: Sequence[Accepted | Exception]) -> None:
         """Count a step that failed for every request; grammars and short memory say nothing."""
         silent = GrammarError | PutOff | TooLong | NoMemory
         judged = [result for result in results if not isinstance(result, silent)]
@@ -121,7 +123,23 @@ class FaultIsolation:
         if judged:
             self._num_failures = self._num_failures + 1 if len(errors) == len(judged) else 0
         if self._num_failures >= _MAX_FAILURES:
-            raise RuntimeError("the forward pass fails for every request") from errors[0]
+            self._num_failures = 0
+            self._try_itself(rows[results.index(errors[0])].request.pages[-1])
+
+    def _try_itself(self, page: int) -> None:
+        """Run a step without any client's part, in a page that nobody reads any more.
+
+        Raises:
+            RuntimeError: it fails, so no client's request is to blame.
+        """
+        request = Request("trial", [0], DecodingOptions(1), pages=[page])
+        try:
+            (result,) = self._runner.run([ScheduledRow(request, 1, (0,), reads_logits=True)])
+            result = _checked(result)
+        except Exception as error:
+            result = error
+        if isinstance(result, Exception) and not _is_out_of_memory(result):
+            raise RuntimeError("the forward pass fails for every request") from result
 
 
 def _without_frames(error: Exception) -> Exception:

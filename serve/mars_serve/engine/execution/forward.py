@@ -137,7 +137,6 @@ class ModelRunner:
         self.mask_token_id = mask_token_id
         self._multiple_of = _TILE if batch_invariant else 1
         self._draw_accepted = draw_accepted
-        self._ends = special.eos
         self._temperatures = temperatures
         self._grammars = GrammarBudget()
 
@@ -163,7 +162,7 @@ class ModelRunner:
         if output.reads is None:
             return Launched(rows, None, None, Reports({}), scores, grammars)
         log_probs = reported(logits, reading)  # before `propose` overwrites the logits
-        sampled = sampled_rows(reading, self._ends, grammars, logits.shape[1])
+        sampled = sampled_rows(reading, grammars)
         proposals = output.proposals
         if sampled or proposals is None:
             choose = partial(choose_tokens, rows=sampled) if sampled else None

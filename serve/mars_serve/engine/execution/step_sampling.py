@@ -18,7 +18,13 @@ from mars_serve.engine.outputs import TokenLogprob
 from mars_serve.engine.request import Request
 from mars_serve.engine.sampling.grammar import GrammarError
 from mars_serve.engine.sampling.grammar_budget import StepGrammars, cost
-from mars_serve.engine.sampling.sampler import Behind, SampledRow, TokenHistory, log_probs_of
+from mars_serve.engine.sampling.sampler import (
+    Behind,
+    SampledRow,
+    TokenHistory,
+    bias_of,
+    log_probs_of,
+)
 from mars_serve.engine.sampling.token_rules import NoTokenLeft, TokenRules
 from mars_serve.engine.scheduled_row import ScheduledRow
 
@@ -26,16 +32,12 @@ REFUSALS = (GrammarError, NoTokenLeft)
 """Errors of what a request asks for, which show only while its output is written."""
 
 
-def sampled_rows(
-    rows: Sequence[ScheduledRow], ends: frozenset[int], grammars: StepGrammars, vocabulary: int
-) -> list[SampledRow]:
+def sampled_rows(rows: Sequence[ScheduledRow], grammars: StepGrammars) -> list[SampledRow]:
     """Return the rows whose tokens are not simply the likeliest ones, cheap grammars first.
 
     Args:
         rows: rows that read logits, in order.
-        ends: the model's end tokens.
         grammars: the grammars of the step.
-        vocabulary: number of tokens.
     """
     if all(row.request.options.is_plain for row in rows):
         return []
@@ -45,23 +47,23 @@ def sampled_rows(
         if not row.request.options.is_plain
     ]
     chosen.sort(key=lambda pair: cost(pair[0].request.matcher))
-    for row, _ in chosen:
-        _prepare(row.request, vocabulary)
-    return [part for row, start in chosen for part in _sampled_parts(row, start, ends, grammars)]
+    return [part for row, start in chosen for part in _sampled_parts(row, start, grammars)]
 
 
-def _prepare(request: Request, vocabulary: int) -> None:
-    """Make what a request's first choice needs."""
+def prepare(request: Request, vocabulary: int, ends: frozenset[int]) -> None:
+    """Make what a request's choices need, with the model's end tokens; any thread may call this."""
     sampling = request.options.sampling
     if sampling.needs_history and request.history is None:
         request.history = TokenHistory.of(request.tokens, request.num_prompt)
     if sampling.limits_tokens and request.rules is None:
         request.rules = TokenRules(sampling, vocabulary)
+    if sampling.logit_bias and request.bias is None:
+        request.bias = bias_of(sampling)
+    if sampling.min_tokens and request.ends is None:
+        request.ends = torch.tensor(sorted(ends | request.options.stop_ids), dtype=torch.long)
 
 
-def _sampled_parts(
-    row: ScheduledRow, start: int, ends: frozenset[int], grammars: StepGrammars
-) -> Iterator[SampledRow]:
+def _sampled_parts(row: ScheduledRow, start: int, grammars: StepGrammars) -> Iterator[SampledRow]:
     """Split a row's reads into its direct reads and those of each group of masks.
 
     Under a grammar, the group of the outcome that comes about goes on where the direct reads end;
@@ -70,7 +72,6 @@ def _sampled_parts(
     """
     request, sampling = row.request, row.request.options.sampling
     length, num_output = len(request.tokens), request.num_output
-    end_tokens = ends | request.options.stop_ids
 
     def part(begin: int, count: int, ahead: int, behind: Behind | None = None) -> SampledRow:
         is_alone = ahead > 0 and behind is None
@@ -79,8 +80,9 @@ def _sampled_parts(
             reads=list(range(begin, begin + count)),
             position=length + ahead,
             num_output=num_output + ahead,
-            end_tokens=end_tokens,
+            end_tokens=request.ends,
             history=request.history,
+            bias=request.bias,
             allow=_allow(request, None if is_alone else grammars),
             allow_follows=request.matcher is not None or sampling.follows_output,
             behind=behind,

@@ -50,7 +50,6 @@ _NAMES = {
 _JSON_WHITESPACE = r"[ \t\n\r]{1,20}"
 _NOTHING_FITS = "there is no token that may come next"
 _NOTHING_ALLOWED = f"{_NOTHING_FITS} but control tokens or unused ids"
-_NO_STATES = "too many states"
 _MAX_REASON = 300
 """Most characters of llguidance's message that an error repeats."""
 _stack_size_lock = threading.Lock()
@@ -257,14 +256,11 @@ class CompiledGrammar:
         self.parser = self._compiled()
 
     def parser_behind(self, tokens: Sequence[int]) -> Future[LLMatcher]:
-        """Begin to compile the grammar for one output alone, of which the first tokens are known.
-
-        They are parsed one by one, since a parser holds up the other threads while it takes tokens.
-        """
+        """Begin to make a parser for one output alone, at the end of its tokens so far."""
 
         def build() -> LLMatcher:
             parser = self._compiled()
-            for token in tokens:
+            for token in tokens:  # one by one, since it holds up other threads meanwhile
                 parser.try_consume_tokens([token])
             parser.compute_bitmask()
             return parser
@@ -451,7 +447,7 @@ class Matcher:
             _check(self._parser)
         except GrammarError as error:
             self._grammar.is_spent = True
-            if not self._is_shared or _NO_STATES not in str(error):
+            if not self._is_shared or "too many states" not in str(error):
                 raise
             # perhaps others have used up the states
             self._is_shared = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,8 +21,11 @@ class TokenRules:
 
     def __init__(self, sampling: Sampling, vocabulary: int) -> None:
         allowed, words = sampling.allowed_ids, sampling.bad_words
-        self._always = torch.full((vocabulary,), allowed is None)
-        self._always[sorted(allowed or ())] = True
+        self._always = torch.ones(vocabulary, dtype=torch.bool)
+        if allowed is not None:
+            bits = np.frombuffer(allowed, np.uint8)
+            flags = np.unpackbits(bits, count=vocabulary, bitorder="little")
+            self._always = torch.from_numpy(flags.view(np.bool_))
         self._always[[word[0] for word in words if len(word) == 1]] = False
         self._longer = defaultdict[int, list[tuple[int, ...]]](list)
         """Bad words of two tokens and more, by the last token but one."""

@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
+from decoding.adapters import write_adapter
+from mars_platform.checkpoint.adapted import read_model
 from mars_platform.checkpoint.calibration import Calibration, DepthCalibration
 from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
 from mars_platform.method.mode import Confidence, Mode
@@ -30,7 +33,7 @@ from mars_serve.api.text import StopRules
 from mars_serve.config.number_type import with_dtype
 from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import LimitSettings, ModelSettings
-from mars_serve.engine.decoding_options import DecodingOptions, Sampling, Span, Spans
+from mars_serve.engine.decoding_options import DecodingOptions, Sampling, Span, Spans, token_set
 from mars_serve.engine.settings import EngineSettings
 
 ANYONE, LIMITS = Caller(""), LimitSettings()
@@ -78,6 +81,22 @@ def test_absent_fields_give_neutral_options(mars):
     assert expected.sampling.is_plain
 
 
+def test_the_number_of_allowed_tokens_is_bounded():
+    assert body_of(allowed_token_ids=[5] * 2**17)
+    with pytest.raises(ValidationError, match="at most 131072 items"):
+        body_of(allowed_token_ids=[5] * (2**17 + 1))
+
+
+@pytest.mark.parametrize("field", ["allowed_token_ids", "logit_bias", "stop_token_ids"])
+def test_an_adapters_mask_without_a_logit_cannot_be_named(full_dir, tmp_path, field):
+    adapted = read_model(full_dir, write_adapter(full_dir, tmp_path / "adapter"))
+    mask = len(adapted.tokenizer) - 1
+    assert mask == adapted.metadata.mask_token_id == adapted.config.vocab_size
+    value = {str(mask): 1.0} if field == "logit_bias" else [5, mask]
+    with pytest.raises(ApiError, match=f"^{field}: token id {mask} is not below {mask}; "):
+        options_of(adapted, body_of(**{field: value}))
+
+
 @pytest.mark.parametrize("make", [body_of, chat_of])
 @pytest.mark.parametrize(
     ("fields", "sampling"),
@@ -93,7 +112,7 @@ def test_absent_fields_give_neutral_options(mars):
         ({"frequency_penalty": 2}, Sampling(frequency_penalty=2.0)),
         ({"logit_bias": {"9": -100, "5": 1.5, "6": 0}}, Sampling(logit_bias=((5, 1.5), (9, -100)))),
         ({"min_tokens": 8}, Sampling(min_tokens=8)),
-        ({"allowed_token_ids": [9, 5, 9]}, Sampling(allowed_ids=frozenset({5, 9}))),
+        ({"allowed_token_ids": [9, 5, 9]}, Sampling(allowed_ids=token_set({5, 9}))),
     ],
 )
 def test_sampling_fields_reach_the_engine(mars, make, fields, sampling):

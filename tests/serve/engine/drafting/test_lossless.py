@@ -19,6 +19,7 @@ from mars_serve.engine.decoding_options import (
     GrammarSpec,
     Outcomes,
     Sampling,
+    token_set,
 )
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import Request
@@ -27,7 +28,7 @@ from mars_serve.engine.settings import EngineSettings
 TIMES = StepTimes((1, 256), (0,), ((10.0,), (20.0,)))
 FEW = frozenset(range(5, 10))
 SAMPLINGS = {
-    "greedy": Sampling(allowed_ids=FEW),
+    "greedy": Sampling(allowed_ids=token_set(FEW)),
     "sampled": Sampling(0.7, top_p=0.95),
     "penalised": Sampling(0.3, frequency_penalty=0.1),
 }

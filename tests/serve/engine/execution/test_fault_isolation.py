@@ -13,7 +13,7 @@ from decoding.engine_requests import make_request
 from decoding.engines import Engines, Models, Passes, oracle, passes_of, run
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.errors import UserError
-from mars_serve.engine.decoding_options import FinishReason
+from mars_serve.engine.decoding_options import FinishReason, Sampling, token_set
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import Request
 
@@ -86,12 +86,30 @@ def test_a_cancelled_prompt_leaves_no_nan(tiny_model: Models, engine: Engine) ->
     assert_oracles(tiny_model("qwen2"), batch, run_all(engine, batch))
 
 
+@pytest.mark.parametrize("token", [RAISING, POISONED])
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_an_engine_that_goes_on_failing_raises(engine: Engine, num_rows: int) -> None:
-    """If every request of a few steps fails, the engine itself is taken to be broken."""
+def test_requests_that_go_on_failing_do_not_end_the_engine(
+    tiny_model: Models, engine: Engine, num_rows: int, token: int
+) -> None:
+    for index in range(10):
+        for row in range(num_rows):
+            engine.add(make_request(f"{index}/{row}", [5 + row, token, *range(8, 8 + 4 * row)], 2))
+        reasons = [output.finish_reason for output in engine.step()]
+        assert reasons == [FinishReason.ERROR] * num_rows
+        engine.check_integrity()
+    batch = requests()
+    assert_oracles(tiny_model("qwen2"), batch, run_all(engine, batch))
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_an_engine_that_fails_without_a_request_raises(engine: Engine, num_rows: int) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("device-side assertion")
+
+    engine._runner.model.get_input_embeddings().register_forward_pre_hook(fail)
     for index in range(3):
         for row in range(num_rows):
-            engine.add(make_request(f"{index}/{row}", [RAISING, 5], 2))
+            engine.add(make_request(f"{index}/{row}", [7, 5], 2))
         if index < 2:
             reasons = [output.finish_reason for output in engine.step()]
             assert reasons == [FinishReason.ERROR] * num_rows
@@ -110,3 +128,13 @@ def test_ids_outside_the_vocabulary_are_refused(engine: Engine) -> None:
     for tokens in ([5, 64], [-1]):
         with pytest.raises(UserError, match=r"^prompt: token ids must lie between 0 and 63"):
             engine.add(make_request("one", tokens, 2))
+    named = {
+        "stop_token_ids": {"stop_ids": frozenset({5, 64}), "sampling": Sampling(min_tokens=1)},
+        "logit_bias": {"sampling": Sampling(logit_bias=((5, 1.0), (64, 1.0)))},
+        "bad_words": {"sampling": Sampling(bad_words=((5,), (5, 64)))},
+    }
+    for field, options in named.items():
+        with pytest.raises(UserError, match=rf"^{field}: token id 64 is not below 64, "):
+            engine.add(make_request("one", [5], 2, **options))
+    allowed = make_request("two", [5], 2, sampling=Sampling(allowed_ids=token_set({5, 64, 900})))
+    assert passes_of(run(engine, [allowed])) == {"two": [[5], [5]]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +19,7 @@ from decoding.modes import EXACT
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.method import reference
 from mars_platform.method.mode import Mode
-from mars_serve.engine.decoding_options import DecodingOptions, FinishReason, Sampling
+from mars_serve.engine.decoding_options import DecodingOptions, FinishReason, Sampling, token_set
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import Request
 from mars_serve.engine.sampling.token_rules import TokenRules
@@ -29,10 +30,11 @@ AR = DecodingOptions(MAX_TOKENS, Mode.AR)
 THRESHOLD = DecodingOptions(MAX_TOKENS, threshold=0.01)
 FEW = frozenset({5, 7, 9, 12, 20, 33})
 LIMITED = {
-    "allowed": Sampling(allowed_ids=FEW),
+    "allowed": Sampling(allowed_ids=token_set(FEW)),
     "one word": Sampling(bad_words=((5,), (9,), (33, 33))),
     "words": Sampling(
-        allowed_ids=FEW, bad_words=((5, 9), (9, 5), (12, 12), (20, 33, 20), (33, 33, 33), (5, 5))
+        allowed_ids=token_set(FEW),
+        bad_words=((5, 9), (9, 5), (12, 12), (20, 33, 20), (33, 33, 33), (5, 5)),
     ),
 }
 
@@ -49,13 +51,14 @@ def engine(model: PreTrainedModel, make_engine: Engines) -> Engine:
 
 def forbidden_by(sampling: Sampling) -> Callable[[list[int]], list[int]]:
     """Return the function from an output to the tokens that may not follow it, in plain Python."""
+    bits = None if sampling.allowed_ids is None else int.from_bytes(sampling.allowed_ids, "little")
 
     def may_not_follow(output: list[int]) -> list[int]:
         tokens = []
         for token in range(VOCABULARY):
             ends = [tuple([*output, token][-len(word) :]) for word in sampling.bad_words]
             is_bad = any(end == word for end, word in zip(ends, sampling.bad_words, strict=True))
-            if is_bad or token not in (sampling.allowed_ids or range(VOCABULARY)):
+            if is_bad or (bits is not None and not bits >> token & 1):
                 tokens.append(token)
         return tokens
 
@@ -141,9 +144,9 @@ def test_ignored_end_tokens_are_emitted_and_stop_tokens_still_end(engine: Engine
 @pytest.mark.parametrize(
     ("sampling", "field", "output"),
     [
-        (Sampling(allowed_ids=frozenset({5}), bad_words=((5,) * 6,)), "allowed_token_ids", [5] * 5),
-        (Sampling(allowed_ids=frozenset({0, MASK})), "allowed_token_ids", []),
-        (Sampling(allowed_ids=frozenset({7}), min_tokens=4), "allowed_token_ids", []),
+        (Sampling(allowed_ids=token_set({5}), bad_words=((5,) * 6,)), "allowed_token_ids", [5] * 5),
+        (Sampling(allowed_ids=token_set({0, MASK})), "allowed_token_ids", []),
+        (Sampling(allowed_ids=token_set({7}), min_tokens=4), "allowed_token_ids", []),
         (Sampling(bad_words=tuple((token,) for token in range(VOCABULARY))), "bad_words", []),
     ],
 )
@@ -162,11 +165,33 @@ def test_a_request_that_may_choose_no_token_is_refused_behind_the_same_output_in
     assert requests[-1].num_output > 0
 
 
+def test_what_choices_need_is_made_once_before_the_stepping_thread_gets_a_request(
+    engine: Engine,
+) -> None:
+    sampling = replace(LIMITED["words"], logit_bias=((9, 2.0),), presence_penalty=0.5, min_tokens=2)
+    request = requests_of([replace(AR, sampling=sampling)], 1)[0]
+    engine.check(request)
+    made = request.rules, request.bias, request.history, request.ends
+    assert None not in made
+    run(engine, [request])
+    now = request.rules, request.bias, request.history, request.ends
+    assert all(each is before for each, before in zip(now, made, strict=True))
+
+
+def test_allowed_tokens_are_sent_and_read_fast_however_many() -> None:
+    allowed = token_set(range(2**17))
+    assert len(pickle.dumps(Sampling(allowed_ids=allowed))) < 2**15
+    rules = TokenRules(Sampling(allowed_ids=token_set(range(1, 2**17))), 2**17)
+    assert rules.allowed_after([]).tolist() == [False] + [True] * (2**17 - 1)
+
+
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3).map(tuple), max_size=4),
        st.none() | st.frozensets(st.integers(0, 3), min_size=1),
        st.lists(st.integers(0, 3), max_size=5))  # fmt: skip
 def test_the_end_of_an_output_is_all_that_rules_look_at(words, allowed, output) -> None:
-    sampling = Sampling(allowed_ids=allowed, bad_words=tuple(words))
+    sampling = Sampling(
+        allowed_ids=None if allowed is None else token_set(allowed), bad_words=tuple(words)
+    )
     rules, refused = TokenRules(sampling, 4), forbidden_by(sampling)(output)
     found = rules.allowed_after(output)
     assert found.nonzero()[:, 0].tolist() == [token for token in range(4) if token not in refused]

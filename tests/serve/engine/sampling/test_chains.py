@@ -54,12 +54,13 @@ def test_penalties_of_a_chain_equal_plain_python(
     output = [source.randrange(VOCABULARY) for _ in range(source.randrange(6))]
     logits = random_logits(seed, depths, VOCABULARY, scale=1.0)
     history = TokenHistory.of(prompt + output, len(prompt))
-    row = SampledRow(sampling, list(range(depths)), 9, len(output), (), history)
+    row = SampledRow(sampling, list(range(depths)), 9, len(output), None, history)
     expected = list(output)
     for depth in range(depths):
         expected.append(penalised(logits[depth].tolist(), sampling, prompt, expected))
     assert choices(logits, [row]) == expected[len(output) :]
-    assert history.counts == Counter(output)  # left as it was
+    tokens, times = (each.tolist() for each in history.output())
+    assert dict(zip(tokens, times, strict=True)) == Counter(output)  # left as it was
 
 
 # --- rows that wait for their own choices -------------------------------------------------------

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,6 +40,7 @@ from mars_serve.engine.sampling import sampler as module
 from mars_serve.engine.sampling.sampler import (
     SampledRow,
     TokenHistory,
+    bias_of,
     choose_tokens,
     gumbel_noise,
     log_probs_of,
@@ -130,8 +132,9 @@ def assert_like_transformers(
             [index],
             index,
             num_output=len(output),
-            end_tokens=ENDS,
+            end_tokens=torch.tensor(ENDS),
             history=history,
+            bias=bias_of(sampling) if sampling.logit_bias else None,
             allow=None if mask is None else lambda _: mask,
         )
         for index in range(count)
@@ -263,11 +266,28 @@ def test_few_candidates_choose_as_the_whole_vocabulary_does(
         logits[1 + seed % 20 :] = -torch.inf
     history = TokenHistory.of([2, 3], 1)
     found = []
-    for candidates in [(VOCABULARY,), (4, 9)]:
+    for candidates in (VOCABULARY, 4):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "_NUM_CANDIDATES", candidates)
             found.append(repeated_choices(logits, sampling, 30, history=history))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "limit", [{"top_p": 0.9}, {"top_k": 100_000}, {"min_p": 0.99}, {"top_p": 0.5, "min_p": 0.5}]
+)
+def test_filters_of_flat_logits_take_a_few_times_as_long_as_none(limit: dict[str, float]) -> None:
+    logits = random_logits(3, 1, 150_000, scale=0.01)
+
+    def least_s(sampling: Sampling) -> float:
+        taken = []
+        for position in range(5):
+            begin = time.thread_time()
+            choices(logits, [sampled_row(sampling, [0], position)])
+            taken.append(time.thread_time() - begin)
+        return min(taken)
+
+    assert least_s(replace(SAMPLED, **limit)) < 6 * least_s(SAMPLED)  # type: ignore[arg-type]
 
 
 # --- batches, types and extremes ----------------------------------------------------------------
