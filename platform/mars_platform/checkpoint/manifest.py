@@ -206,16 +206,11 @@ def refuse_unlisted(manifest: Manifest, present: Iterator[str]) -> None:
 
 
 def refuse_links_out(directory: Path, setting: str = "model") -> None:
-    """Refuse a checkpoint's or adapter's directory with links to files that are not its own.
-
-    Whoever made such a link would have this machine's files read, and shown or sent elsewhere.
-
-    Args:
-        directory: the directory, which may itself be a link.
-        setting: name that the error begins with.
+    """Refuse a checkpoint with links to files elsewhere, which would be read, shown and sent.
 
     Raises:
-        UserError: there is such a link; the message names it and the remedy.
+        UserError: there is such a link; the message begins with ``setting``, and names the link and
+            the remedy. The directory may itself be a link.
     """
     try:
         for _ in own_files(directory):

@@ -67,13 +67,7 @@ def locate_model(model: str) -> Path:
 
 
 def pin_model(model: str) -> str:
-    """Return a name by which the model stays the same when links turn and hub models change.
-
-    Args:
-        model: see `locate_model`.
-
-    Returns:
-        See `pin_path` for a path; for a hub id, the id with the commit that it means now.
+    """Return a path as `pin_path` does, or a hub id with the commit that it means now.
 
     Raises:
         UserError: the hub cannot be reached and the model is not cached.

@@ -96,13 +96,10 @@ def promote(candidate: Path, service: Path, gate: Gate | None) -> list[PointPair
     lock = FileLock(service.with_name(f".{service.name}.lock"))
     try:
         held = lock.acquire(timeout=0)  # until the link is changed, the comparison has to hold
-    except Timeout as error:
-        raise UserError(
-            f"--service: another marsray promote changes {service} at this moment; wait for its "
-            "end, and promote again"
-        ) from error
     except OSError as error:
-        raise _cannot_change(service, error) from error
+        is_held = isinstance(error, Timeout)
+        reason = "another marsray promote changes it; wait for it" if is_held else error.strerror
+        raise UserError(f"--service: {service}: cannot be changed ({reason})") from error
     with held:
         return _promote(candidate, service, gate)
 
@@ -242,8 +239,4 @@ def _point(link: Path, target: Path) -> None:
         with replacing(link) as new:
             new.symlink_to(target, target_is_directory=True)
     except OSError as error:
-        raise _cannot_change(link, error) from error
-
-
-def _cannot_change(link: Path, error: OSError) -> UserError:
-    return UserError(f"--service: {link}: cannot be changed ({error.strerror or error})")
+        raise UserError(f"--service: {link}: cannot be changed ({error.strerror})") from error
