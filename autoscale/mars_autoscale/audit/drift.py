@@ -25,7 +25,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from mars_autoscale.audit.counts import AuditCounts, AuditTally, added
+from mars_autoscale.audit.counts import AuditCounts, AuditTally, added, of_all_groups
 from mars_autoscale.model.expectations import Expectation, expectation_of
 
 _AUDITS_TO_FALSE_ALARM = 1e7
@@ -98,7 +98,7 @@ class Drift:
     expectations: tuple[Expectation, ...] = ()
     """The frontier's own words, see `mars_autoscale.model.expectations`."""
     tally: AuditTally = field(default_factory=dict)
-    """All audited outputs."""
+    """All audited outputs, without regard to groups."""
     whole: Evidence = Evidence()
     """The evidence of all audits."""
     without: Mapping[int, Evidence] = field(default_factory=dict)
@@ -118,7 +118,9 @@ class Drift:
             whole = whole.and_of(counts, expectation)
             for other in groups - {group}:
                 without[other] = without[other].and_of(counts, expectation)
-        found = replace(self, tally=added(self.tally, new), whole=whole, without=without)
+        found = replace(
+            self, tally=added(self.tally, of_all_groups(new)), whole=whole, without=without
+        )
         is_refuted = all(each.has_alarmed for each in found._decisive)
         refuted_s = now_s if self.refuted_s is None else self.refuted_s
         return replace(found, refuted_s=refuted_s if is_refuted else None)

@@ -8,6 +8,7 @@ it for a while, because the application is gone then.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from contextlib import suppress
@@ -20,7 +21,7 @@ from ray.util import metrics
 from mars_autoscale.policy.metrics import AutoscalerMetrics
 from mars_autoscale.ray.ray_policy import NAMESPACE, governor_name
 from mars_serve.control.governor import IDLE_S, Governor
-from mars_serve.observability.log_lines import log_to_stderr
+from mars_serve.observability.log_lines import write_to_stderr
 from mars_serve.observability.ray_metrics import RayMirror
 
 UNREACHABLE = (RayError, RuntimeError, TimeoutError, ValueError)
@@ -33,7 +34,8 @@ class GovernorActor(Governor):
 
     def __init__(self) -> None:
         super().__init__()
-        log_to_stderr()  # Ray sets no handler
+        write_to_stderr(logging.root)  # Ray sets no handler
+        logging.root.setLevel(logging.INFO)
         RayMirror(AutoscalerMetrics(self._loops), metrics).start()
         threading.Thread(target=self._end_when_idle, daemon=True).start()
 

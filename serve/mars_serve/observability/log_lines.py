@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 
 
 class PrintableFormatter(logging.Formatter):
@@ -13,19 +14,19 @@ class PrintableFormatter(logging.Formatter):
     terminal that shows it.
     """
 
-    def __init__(self, form: str = "%(levelname)s %(asctime)s %(name)s %(message)s") -> None:
-        super().__init__(form)
-
     def format(self, record: logging.LogRecord) -> str:
         """Return a record's text."""
         return "\n  ".join(map(_printable, super().format(record).split("\n")))
 
 
-def log_to_stderr() -> None:
-    """Make this process, which has no handler yet, write its logs to its standard error."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(PrintableFormatter())
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+def write_to_stderr(
+    log: logging.Logger, form: str = "%(levelname)s %(asctime)s %(name)s %(message)s"
+) -> None:
+    """Write a log of this process, whose owner calls this, to its standard error only."""
+    # not sys.stderr: Ray Serve may have replaced it with its own log, which prefixes each line
+    handler = logging.StreamHandler(sys.__stderr__)
+    handler.setFormatter(PrintableFormatter(form))
+    log.handlers, log.propagate = [handler], False
 
 
 def json_line(value: object) -> str:

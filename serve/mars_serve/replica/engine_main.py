@@ -25,7 +25,7 @@ from mars_serve.engine.ipc.channel import Channel
 from mars_serve.engine.ipc.messages import NotLoaded
 from mars_serve.engine.ipc.pulse import Pulse
 from mars_serve.engine.ipc.worker import EngineWorker
-from mars_serve.observability.log_lines import log_to_stderr
+from mars_serve.observability.log_lines import write_to_stderr
 from mars_serve.observability.request_telemetry import RequestTelemetry
 from mars_serve.replica.basis import autoscaling_basis
 from mars_serve.replica.engine_process import EngineStart
@@ -42,7 +42,8 @@ _log = logging.getLogger("mars_serve.engine")
 
 def main() -> None:
     """Run the engine until the other end of the channel is closed."""
-    log_to_stderr()
+    write_to_stderr(logging.root)
+    logging.root.setLevel(logging.INFO)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles a terminal's Ctrl-C
     sys.setswitchinterval(_SWITCH_S)
     preempt_others()

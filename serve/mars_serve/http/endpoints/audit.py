@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Literal
 
-from mars_autoscale.audit.counts import AuditCounts, AuditKey, of_all_groups
+from mars_autoscale.audit.counts import AuditCounts, AuditKey
 from mars_autoscale.audit.drift import Drift
 from mars_autoscale.model.expectations import expectation_of
 from mars_platform.statistics import Estimate, difference_of_pairs, proportion
@@ -93,7 +93,6 @@ async def _audit(model: ServedModel) -> ModelAudit | None:
         return None
     explanation = await model.backend.autoscaler() or Explanation(None, [])
     drift = explanation.drift
-    tally = of_all_groups(drift.tally)
     return ModelAudit(
         share=settings.share,
         has_checker=settings.checker is not None,
@@ -101,7 +100,7 @@ async def _audit(model: ServedModel) -> ModelAudit | None:
         refuted_s=drift.refuted_s,
         evidence=drift.evidence,
         loss_factor=drift.loss_factor,
-        audited=[_outputs(drift, key, tally[key]) for key in sorted(tally)],
+        audited=[_outputs(drift, key, drift.tally[key]) for key in sorted(drift.tally)],
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
 import uuid
 from datetime import UTC, datetime
 from time import perf_counter
@@ -16,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mars_serve.http.middleware.authentication import path_within
 from mars_serve.http.middleware.records import Exchange, RequestRecord, outcome_of
 from mars_serve.observability.ingress_telemetry import IngressTelemetry
-from mars_serve.observability.log_lines import PrintableFormatter, json_line
+from mars_serve.observability.log_lines import json_line, write_to_stderr
 
 if TYPE_CHECKING:  # OpenTelemetry is loaded only if tracing is on
     from opentelemetry.trace import Span
@@ -147,14 +146,6 @@ def write_logs_to_stderr() -> None:
     The owner of the process calls this once. Ray stores that stream in ``worker-*.err`` of its log
     directory and shows it to the driver; with RAY_LOG_TO_STDERR=1 it goes to the container's own.
     """
-    errors = logging.getLogger("mars_serve")
-    for log, formatter in (
-        (_log, PrintableFormatter("%(message)s")),
-        (errors, PrintableFormatter()),
-    ):
-        # not sys.stderr: Ray Serve may have replaced it with its own log, which prefixes each line
-        handler = logging.StreamHandler(sys.__stderr__)
-        handler.setFormatter(formatter)
-        log.handlers = [handler]
-        log.propagate = False
+    write_to_stderr(_log, "%(message)s")
+    write_to_stderr(logging.getLogger("mars_serve"))
     _log.setLevel(logging.INFO)
