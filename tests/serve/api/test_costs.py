@@ -102,6 +102,7 @@ JSON_WORKS: list[Work] = [
     lambda text: bounds.json_size_of(text.encode()),
     lambda text: bounds.most_depth(text.encode()),
     tried(lambda text: bounds.check_arguments([called(text)])),
+    tried(lambda text: bodies._check_surrogates(f'{{"a": [{text}0]}}'.encode())),
     lambda text: messages_for_template([called(text)]),
 ]
 JSON_TEXTS = {
@@ -113,6 +114,8 @@ JSON_TEXTS = {
     "escaped quotes": '"' + '\\"' * 30 + '",',
     "backslashes": '"' + "\\\\" * 30 + '",',
     "escapes": '"' + "\\u4e00" * 30 + '",',
+    "pairs": '"' + "\\ud83d\\ude00" * 30 + '",',
+    "halves of pairs": '"' + "\\ud83d" * 60 + '",',
     "numbers as letters": '"' + "9" * 400 + '",',
 }
 OUTPUTS = {
