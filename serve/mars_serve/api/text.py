@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
-from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -16,38 +16,51 @@ _REPLACEMENT = "\ufffd"  # decoded from bytes that form no character
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _BYTE_OF: dict[str, int] = {character: byte for byte, character in bytes_to_unicode().items()}
 """Byte of each character of a byte-level token (GPT-2's tokenizer)."""
+_EACH_BYTE = "marsray.replace_each_byte"
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return _REPLACEMENT * (error.end - error.start), error.end
+
+
+codecs.register_error(_EACH_BYTE, _replace_each_byte)
 
 
 class TextStream:
     """Decodes accepted tokens incrementally without splitting a UTF-8 character.
 
-    The joined parts equal the decoded whole, however the tokens are divided into passes. Tokens in
-    ``hidden`` add no text; by default these are the special tokens.
+    It decodes the tokens' bytes, so the joined parts are the same however the tokens are divided
+    into passes: they are the decoded whole, except that broken bytes leave whole characters beside
+    them alone. Tokens in ``hidden`` add no text; by default these are the special tokens. The text
+    follows on that of ``prompt``: only at the beginning of a text does a tokenizer leave out a
+    space.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, hidden: frozenset[int] | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        hidden: frozenset[int] | None = None,
+        prompt: Sequence[int] = (),
     ) -> None:
-        self._tokenizer = tokenizer
-        self._hidden = hidden
-        self._stream = DecodeStream(skip_special_tokens=hidden is None)
-        self._tokens: list[int] = []
-        self._length = 0
+        self._hidden = frozenset() if hidden is None else hidden
+        self._bytes = TokenBytes(tokenizer, skips_special=hidden is None)
+        errors = _EACH_BYTE if self._bytes.falls_back else "replace"
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
+        self._begins = not any(map(self._visible, reversed(prompt)))
+        """Whether there is no text before the next token."""
+
+    def _visible(self, token: int) -> bytes:
+        return b"" if token in self._hidden else self._bytes.bytes_of(token)
 
     def push(self, tokens: Sequence[int], *, last: bool) -> str:
         """Return the text that these tokens complete; if ``last``, also all remaining text."""
-        if self._hidden is not None:
-            tokens = [token for token in tokens if token not in self._hidden]
-        self._tokens += tokens
-        backend = self._tokenizer.backend_tokenizer
-        parts = [self._stream.step(backend, token) for token in tokens]
-        text = "".join(part for part in parts if part)
-        self._length += len(text)
-        if last:
-            skip = self._hidden is None
-            whole = decode(self._tokenizer, self._tokens, skip_special_tokens=skip)
-            text += whole[self._length :]
-        return text
+        parts = [self._visible(token) for token in tokens]
+        if self._begins and any(parts):
+            index = next(index for index, part in enumerate(parts) if part)
+            parts[index] = self._bytes.first_bytes_of(tokens[index])
+            self._begins = False
+        return self._decoder.decode(b"".join(parts), last)
 
 
 @dataclass(frozen=True)
@@ -95,8 +108,9 @@ class OutputText:
         tokenizer: PreTrainedTokenizerBase,
         rules: StopRules,
         hidden: frozenset[int] | None = None,
+        prompt: Sequence[int] = (),
     ) -> None:
-        self._stream = TextStream(tokenizer, hidden)
+        self._stream = TextStream(tokenizer, hidden, prompt)
         self._rules = rules
         self._held = ""
         self._length = 0
@@ -161,18 +175,30 @@ def _num_held(text: str, rules: StopRules) -> int:
 
 @dataclass
 class TokenBytes:
-    """The bytes of single tokens for log-probabilities; special tokens are spelled by name."""
+    """The bytes of single tokens; special tokens are spelled by name."""
 
     tokenizer: PreTrainedTokenizerBase
     names_ids: bool = False
     """Whether `name_of` gives a token's id and not its text."""
+    skips_special: bool = False
+    """Whether special tokens have no bytes."""
     _known: dict[int, bytes] = field(default_factory=dict)
 
+    @property
+    def falls_back(self) -> bool:
+        """Whether bytes without a piece of their own are tokens, such as ``<0xE6>``."""
+        return self.tokenizer.backend_tokenizer.token_to_id("<0xE6>") is not None
+
     def bytes_of(self, token: int) -> bytes:
-        """Return the bytes that a token adds to an output."""
+        """Return the bytes that a token adds to a text that has begun."""
         if token not in self._known:
             self._known[token] = self._find(token)
         return self._known[token]
+
+    def first_bytes_of(self, token: int) -> bytes:
+        """Return the bytes of a text's first token, which may lose its leading space."""
+        text = self._decode([token])
+        return self.bytes_of(token) if _REPLACEMENT in text else text.encode()
 
     def name_of(self, token: int) -> str:
         """Return a token as log-probabilities name it: by its text or, as vLLM does, by its id."""
@@ -189,19 +215,20 @@ class TokenBytes:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
 
     def _find(self, token: int) -> bytes:
-        once, twice = (
-            decode(self.tokenizer, tokens, skip_special_tokens=False)
-            for tokens in ([token], [token, token])
-        )
-        if _REPLACEMENT not in once:
-            return twice[len(once) :].encode()  # an output's first token may lose its leading space
-        name = self.tokenizer.convert_ids_to_tokens(token)
-        fallback = _BYTE_FALLBACK.fullmatch(name)
-        if fallback:
-            return bytes([int(fallback[1], 16)])
-        if all(character in _BYTE_OF for character in name):
-            return bytes(_BYTE_OF[character] for character in name)
-        return once.encode()
+        once, twice = self._decode([token]), self._decode([token, token])
+        if _REPLACEMENT in once:
+            name = self.tokenizer.backend_tokenizer.id_to_token(token)
+            fallback = _BYTE_FALLBACK.fullmatch(name)
+            if fallback:
+                return bytes([int(fallback[1], 16)])
+            if all(character in _BYTE_OF for character in name):
+                return bytes(_BYTE_OF[character] for character in name)
+        return twice[len(once) :].encode()
+
+    def _decode(self, tokens: list[int]) -> str:
+        backend = self.tokenizer.backend_tokenizer  # which takes a tenth of the wrapper's time
+        text: str = backend.decode(tokens, skip_special_tokens=self.skips_special)
+        return text
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -93,7 +93,7 @@ def generate_once(
     engine = Engine(checkpoint, settings)
     request = Request("generate", ids, options)
     engine.add(request)
-    return _run(engine, request, OutputText(tokenizer, StopRules(tuple(stop))))
+    return _run(engine, request, OutputText(tokenizer, StopRules(tuple(stop)), prompt=ids))
 
 
 def read_json_schema(file: Path) -> GrammarSpec:

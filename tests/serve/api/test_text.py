@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from chat_families import BYTE_FALLBACK, TEMPLATES, tokenizer_of
 from mars_platform.checkpoint.directory import read_checkpoint
 from mars_serve.api.text import (
     OutputPart,
@@ -92,6 +93,67 @@ def test_some_special_tokens_may_be_kept(tokenizer, data):
     parts = [stream.push(group, last=index == last) for index, group in enumerate(groups)]
     shown = [token for group in groups for token in group if token not in hidden]
     assert "".join(parts) == decode(tokenizer, shown, skip_special_tokens=False)
+
+
+def continued(tokenizer: PreTrainedTokenizerBase, prompt: list[int], tokens: list[int]) -> str:
+    return decode(tokenizer, [*prompt, *tokens]).removeprefix(decode(tokenizer, prompt))
+
+
+def characters_of(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[list[int]]:
+    """Divide tokens into texts, whole characters of byte tokens, and single broken bytes."""
+    names = tokenizer.convert_ids_to_tokens(tokens)
+    found, run = list[list[int]](), bytearray()
+    for index in range(len(tokens) + 1):
+        if index < len(tokens) and names[index].startswith("<0x"):
+            run.append(int(names[index][3:5], 16))
+            continue
+        start = index - len(run)
+        for character in run.decode(errors="surrogateescape"):
+            length = len(character.encode(errors="surrogateescape"))
+            found.append(tokens[start : start + length])
+            start += length
+        run.clear()
+        found.append(tokens[index : index + 1])
+    return found
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+@given(data=st.data())
+def test_an_output_is_what_the_tokenizer_decodes_behind_the_prompt(family, data):
+    tokenizer = tokenizer_of(family)
+    prompt = data.draw(st.sampled_from(["What is 2?", "", "It is \n\n", "漢"]))
+    prompt = encode(tokenizer, prompt, add_special_tokens=data.draw(st.booleans()))
+    texts = st.text("a é漢😀", max_size=6).map(
+        lambda text: encode(tokenizer, text, add_special_tokens=False)
+    )
+    ids = st.lists(st.integers(0, len(tokenizer) - 1), max_size=4)
+    halves = texts.flatmap(lambda text: st.integers(0, len(text)).map(lambda end: text[:end]))
+    drawn = data.draw(st.lists(st.one_of(texts, ids, halves), max_size=6))
+    tokens = [token for each in drawn for token in each]
+    cuts = data.draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens)))
+    groups = grouped(tokens, tuple(cuts[1:]))
+    stream, last = TextStream(tokenizer, prompt=prompt), len(groups) - 1
+    parts = [stream.push(group, last=index == last) for index, group in enumerate(groups)]
+    whole = continued(tokenizer, prompt, tokens)
+    if family in BYTE_FALLBACK and "\ufffd" in whole:
+        # There a broken byte breaks the whole run of bytes around it, and here itself alone.
+        shown = [token for token in tokens if token not in special_tokens(tokenizer)]
+        filler = encode(tokenizer, "a", add_special_tokens=False)
+        before, whole = filler if decode(tokenizer, prompt) else prompt, ""
+        for character in characters_of(tokenizer, shown):
+            whole += continued(tokenizer, before, character)
+            before = filler
+    assert "".join(parts) == whole
+
+
+def test_broken_bytes_and_first_spaces_of_pieces():
+    tokenizer = tokenizer_of("llama 2")
+    text = encode(tokenizer, "漢 is", add_special_tokens=False)
+    assert push_all(tokenizer, [[each] for each in text[1:3]]) == ["", "\ufffd\ufffd"]
+    assert "".join(push_all(tokenizer, [text[:4], text[1:2]])) == "漢\ufffd"
+    assert push_all(tokenizer, [text[1:2], text[:1]]) == ["", "\ufffd "]
+    stream = TextStream(tokenizer, prompt=encode(tokenizer, "a", add_special_tokens=True))
+    assert stream.push(text, last=True) == " 漢 is"
 
 
 # Echoed prompts

@@ -85,7 +85,8 @@ class LocalModel:
             self._engine.cancel(request.id)
 
     def _parts(self, request: Request) -> Iterator[Part]:
-        text, reason = OutputText(self._tokenizer, StopRules(())), None
+        prompt = request.tokens[: request.num_prompt]
+        text, reason = OutputText(self._tokenizer, StopRules(), prompt=prompt), None
         with _interrupts_noted() as interrupted:
             while self._engine.has_work and reason is None and not interrupted.is_set():
                 for output in self._engine.step():

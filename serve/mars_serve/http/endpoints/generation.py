@@ -250,7 +250,7 @@ class _Call:
                 index=index,
                 request=request,
                 prompt=prompt,
-                text=OutputText(checkpoint.tokenizer, rules, hidden),
+                text=OutputText(checkpoint.tokenizer, rules, hidden, prompt.tokens),
                 may_stop=bool(rules.strings),
                 parser=tools.parser() if tools else None,
                 spans=spans,

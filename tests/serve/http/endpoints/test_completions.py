@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from chat_families import tokenizer_of
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_serve.api.text import decode, encode
 from rest.rest_requests import BODIES, CHAT, COMPLETION, COMPLETIONS, MESSAGES, PROMPT, text_of
@@ -54,6 +55,27 @@ async def test_an_end_token_ends_the_output_and_is_counted(mars, make_loop, clie
         body = await client.answer(COMPLETIONS, {**COMPLETION, "mode": "ar"})
     assert body["choices"][0]["finish_reason"] == "stop"
     assert body["usage"]["completion_tokens"] == index + 1
+
+
+async def test_pieces_and_bytes_are_decoded_behind_the_prompt(client_over, loops, mars):
+    """Its random output is mostly bytes that form no character."""
+    tokenizer, backend = tokenizer_of("llama 2"), SingleEngineBackend(loops["mars"])
+    prompt = [1, *tokenizer.convert_tokens_to_ids(["▁", "a"])]
+    body = {**COMPLETION, "prompt": prompt, "temperature": 2.0, "mode": "ar"}
+    texts = []
+    async with client_over(backend, replace(mars, tokenizer=tokenizer)) as client:
+        for seed in range(8):
+            (choice,) = (await client.answer(COMPLETIONS, {**body, "seed": seed}))["choices"]
+            events = await client.events(COMPLETIONS, {**body, "seed": seed})
+            texts.append(choice["text"])
+            assert "".join(event["choices"][0]["text"] for event in events) == texts[-1]
+            echoed = {**body, "seed": seed, "echo": True}
+            whole = (await client.answer(COMPLETIONS, echoed))["choices"][0]["text"]
+            assert whole.endswith(f"a{texts[-1]}")
+        bias = {str(prompt[1]): 100.0}
+        (choice,) = (await client.answer(COMPLETIONS, {**body, "logit_bias": bias}))["choices"]
+        assert choice["text"] == " " * 24
+    assert any("\ufffd" in text for text in texts)
 
 
 # Conversations
@@ -201,7 +223,7 @@ async def test_echo_without_output_tokens_returns_the_prompt(client):
     body = {**COMPLETION, "max_tokens": 0, "echo": True}
     answer = await client.answer(COMPLETIONS, body)
     expected = {"index": 0, "text": PROMPT, "logprobs": None, "finish_reason": "length"}
-    assert answer["choices"] == [expected]
+    assert answer["choices"] == [{**expected, "stop_reason": None}]
     assert answer["usage"]["completion_tokens"] == 0
     (event,) = await client.events(COMPLETIONS, body)
     assert event["choices"] == [expected]
