@@ -196,10 +196,10 @@ class GenerationRequest(Body):
     bad_words: Annotated[list[BadWord], Field(max_length=_MAX_BAD_WORDS, fail_fast=True)] | None = (
         None
     )
-    """Texts whose tokens never stand in the output one behind the other; one that is as many tokens
-    behind a space is kept out in that form, too."""
+    """Texts whose tokens never stand in the output one behind the other, neither as they begin a
+    text nor as they follow a space."""
     stop: StopStrings | None = None
-    """Strings; the output ends before the first one that occurs."""
+    """Strings; the output ends before the first one that occurs, in a chat outside the thinking."""
     stop_token_ids: TokenIds | None = None
     """Token ids; the output ends before the first one that occurs."""
     include_stop_str_in_output: Flag | None = None

@@ -49,6 +49,13 @@ class PromptTokensDetails(Shape):
     """Number of prompt tokens found in the KV cache instead of being computed."""
 
 
+class CompletionTokensDetails(Shape):
+    """Breakdown of the completion tokens."""
+
+    reasoning_tokens: Count
+    """Number of tokens of the model's thinking, whether or not it is returned."""
+
+
 class Usage(Shape):
     """Token counts; an end token counts as a completion token."""
 
@@ -57,6 +64,7 @@ class Usage(Shape):
     completion_tokens: Count
     total_tokens: Count
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class SpanBlock(Shape):
@@ -136,6 +144,8 @@ class CompletionChoice(Shape):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
+    stop_reason: str | Count | None
+    """Stop string, or id of the stop token, of the request that ended the output."""
     token_ids: list[Count] | None = None
     """Token ids of the output, if the request sets ``return_token_ids``."""
     prompt_token_ids: list[Count] | None = None
@@ -205,6 +215,8 @@ class ChatChoice(Shape):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    stop_reason: str | Count | None
+    """Stop string, or id of the stop token, of the request that ended the output."""
     token_ids: list[Count] | None = None
     """Token ids of the output, if the request sets ``return_token_ids``."""
 

@@ -7,10 +7,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise, repeat
 
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from mars_serve.engine.decoding_options import Span
 
 _REPLACEMENT = "\ufffd"  # decoded from bytes that form no character
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -90,17 +92,26 @@ class OutputPart:
     num_tokens: int
     """Number of the pass's tokens up to the one that completed a stop string."""
     offsets: list[int]
-    """For each of those tokens, the number of characters of the output before it, held ones
-    included. Bytes count as soon as it is known which character they form, or that they form none.
-    """
-    is_stopped: bool
-    """Whether a stop string was found, which ends the output."""
+    """For each of those tokens, the number of characters of the text before it, held ones included.
+    Bytes count as soon as it is known which character they form, or that they form none."""
+    reasoning: str = ""
+    """Text of the model's thinking, if it is taken out of the output's text."""
+    stop: str | None = None
+    """The stop string that ended the output."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string was found, which ends the output."""
+        return self.stop is not None
 
 
 class OutputText:
     """The text of an output up to a stop string, which may span tokens and passes.
 
-    Text that may begin a stop string is held back until it is known whether it does.
+    Text that may begin a stop string is held back until it is known whether it does. Thinking may
+    be taken out, and stop strings are then looked for in what is left. The tokens that begin and
+    end the thinking decide, not their text: a model may write about ``</think>``. The text of a
+    marker, with what is left of a character that it cuts short, is dropped.
     """
 
     def __init__(
@@ -117,53 +128,72 @@ class OutputText:
         """Number of characters released."""
         self._num_tokens = 0
 
-    def push(self, tokens: Sequence[int], *, last: bool) -> OutputPart:
+    def push(
+        self, tokens: Sequence[int], *, last: bool, spans: Sequence[Span] | None = None
+    ) -> OutputPart:
         """Return the text that one pass's tokens release; if ``last``, also all held text.
 
         Tokens are examined one by one, so the end does not depend on how tokens are divided into
-        passes. If one token completes several strings, the one that begins first counts.
-        """
-        parts, offsets, end = list[str](), list[int](), len(tokens) - 1
-        for index, token in enumerate(tokens):
-            offsets.append(self._length + len(self._held))
-            released, is_stopped = self._push_one(token, last=last and index == end)
-            parts.append(released)
-            if is_stopped:
-                return OutputPart("".join(parts), index + 1, offsets, is_stopped=True)
-        if last:
-            parts.append(self._held)
-        return OutputPart("".join(parts), len(tokens), offsets, is_stopped=False)
+        passes. If one token completes several strings, the one that ends first counts.
 
-    def _push_one(self, token: int, *, last: bool) -> tuple[str, bool]:
-        """Return the text that a token releases, and whether it completed a stop string."""
+        Args:
+            tokens: the tokens of the pass.
+            last: whether they end the output.
+            spans: the span of each token and of the next one; None leaves the thinking in the text.
+        """
+        parts, reasoning, offsets = "", "", list[int]()
+        pairs = pairwise(spans) if spans else repeat((Span.ANSWER, Span.ANSWER))
+        for token, (span, following) in zip(tokens, pairs, strict=False):
+            offsets.append(self._length + len(self._held))
+            is_marker = Span.THINKING in (span, following) and span is not following
+            is_end = last and len(offsets) == len(tokens)
+            new = self._decoded(token, last=is_marker or is_end)
+            if is_marker:
+                continue
+            if span is Span.THINKING:
+                reasoning += new
+                continue
+            released, stop = self._released(new)
+            parts += released
+            if stop is not None:
+                return OutputPart(parts, len(offsets), offsets, reasoning, stop)
+        if last:
+            parts += self._held
+        return OutputPart(parts, len(tokens), offsets, reasoning)
+
+    def _decoded(self, token: int, *, last: bool) -> str:
         self._num_tokens += 1
         is_hidden = token in self._rules.tokens and not self._rules.in_output
-        new = self._stream.push([] if is_hidden else [token], last=last)
+        return self._stream.push([] if is_hidden else [token], last=last)
+
+    def _released(self, new: str) -> tuple[str, str | None]:
+        """Return the text that further text releases, and the stop string that it completes."""
         if not self._rules.strings:  # nothing is ever held
             self._length += len(new)
-            return new, False
+            return new, None
         text = self._held + new
         if self._num_tokens > self._rules.min_tokens:
-            end = _stop_end(text, len(self._held), self._rules)
-            if end is not None:
-                return text[:end], True
+            found = _first_stop(text, len(self._held), self._rules.strings)
+            if found is not None:
+                start, stop = found
+                return text[: start + len(stop) if self._rules.in_output else start], stop
         keep = _num_held(text, self._rules)
         self._held = text[len(text) - keep :]
         self._length += len(text) - keep
-        return text[: len(text) - keep], False
+        return text[: len(text) - keep], None
 
 
-def _stop_end(text: str, num_old: int, rules: StopRules) -> int | None:
-    """Return where the output ends if a stop string ends after the first ``num_old`` characters."""
+def _first_stop(text: str, num_old: int, strings: Sequence[str]) -> tuple[int, str] | None:
+    """Return start and text of the stop string that ends first after ``num_old`` characters.
+
+    Of several that end at the same place, it is the longest.
+    """
     found = []
-    for string in rules.strings:
+    for string in strings:
         start = text.find(string, max(0, num_old - len(string) + 1))
         if start >= 0:
-            found.append((start, start + len(string)))
-    if not found:
-        return None
-    start, end = min(found)
-    return end if rules.in_output else start
+            found.append((start + len(string), start, string))
+    return min(found)[1:] if found else None
 
 
 def _num_held(text: str, rules: StopRules) -> int:

@@ -18,7 +18,6 @@ from mars_platform.checkpoint.directory import read_checkpoint
 from mars_platform.errors import UserError
 from mars_serve.api.incoming.prompts import Prompt
 from mars_serve.api.outgoing.choices import Choice, Delta
-from mars_serve.api.outgoing.reasoning import ReasoningText
 from mars_serve.api.text import OutputText, StopRules, decode
 from mars_serve.api.tools.families import PARSERS
 from mars_serve.api.tools.formats import Family
@@ -75,7 +74,7 @@ def deltas_of(
         may_stop=bool(stop),
         parser=PARSERS[Family.HERMES](["get"], is_parallel=True) if has_tools else None,
         spans=Spans(start, MARKERS),
-        reasoning=ReasoningText(),
+        divides=True,
     )
     return asyncio.run(choice.run(ReplayingBackend(passes)))
 
@@ -117,20 +116,23 @@ def test_reasoning_and_content_are_divided_at_the_tokens(start, tokens, reasonin
 
 
 @pytest.mark.parametrize(
-    ("text", "stop", "reasoning", "content"),
+    ("text", "stop", "reasoning", "content", "found"),
     [
-        ("a</think>b", "</think>", "a", ""),
-        ("a</think>bc", "k>b", "a", ""),  # some of the marker's text is out before the rest is held
-        ("st</think>op", "stop", "st", "op"),
-        ("is it</think>is", "this", "is it", "is"),
-        ("one two</think>three", "two", "one ", ""),
-        ("two </", "</think>", "two </", ""),
+        ("a</think>b", "</think>", "a", "b", None),
+        ("a stop</think>b stop c", "stop", "a stop", "b ", "stop"),
+        ("st</think>op", "stop", "st", "op", None),
+        ("is it</think>is this", "this", "is it", "is ", "this"),
+        ("a</think>1<think>b</think>23", "12", "ab", "", "12"),
+        ("one two", "two", "one two", "", None),
     ],
 )
-def test_stop_strings_are_looked_for_in_the_whole_text(text, stop, reasoning, content):
+def test_stop_strings_are_looked_for_in_the_content(text, stop, reasoning, content, found):
     tokens = encoded(text)
     for passes in ([tokens], [[token] for token in tokens]):
-        assert divided(passes, Span.THINKING, (stop,)) == (reasoning, content)
+        deltas = deltas_of(passes, Span.THINKING, (stop,))
+        assert "".join(each.reasoning for each in deltas) == reasoning
+        assert "".join(each.text for each in deltas) == content
+        assert deltas[-1].stop_reason == found
 
 
 @settings(max_examples=60)
@@ -150,6 +152,9 @@ def test_the_result_does_not_depend_on_the_passes_and_loses_no_text(data):
         is_kept = [before is after for before, after in pairwise(spans)]
         kept = [token for token, keeps in zip(tokens, is_kept, strict=True) if keeps]
         assert sorted("".join(whole)) == sorted(decode(TOKENIZER, kept))
+    else:
+        end = divided([tokens], start)[1].find(stop[0])
+        assert whole[1] == divided([tokens], start)[1][: end if end >= 0 else None]
 
 
 @pytest.mark.parametrize("is_whole", [True, False])

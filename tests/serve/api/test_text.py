@@ -215,15 +215,26 @@ def expected_output(
     for index in range(len(tokens)):
         before, now = "".join(pieces[:index]), "".join(pieces[: index + 1])
         found = [
-            (start, start + len(string))
+            (start + len(string), start)
             for string in rules.strings
             for start in range(len(now))
             if now.startswith(string, start) and start + len(string) > len(before)
         ]
         if found and index >= rules.min_tokens:
-            start, end = min(found)
+            end, start = min(found)
             return now[: end if rules.in_output else start], index + 1, True
     return "".join(pieces), len(tokens), False
+
+
+@pytest.mark.parametrize(
+    ("strings", "stop", "expected"),
+    [(("three", "re"), "re", " th"), (("e", "hre", "re"), "hre", " t"), (("ree", "h"), "h", " t")],
+)
+def test_of_two_strings_in_a_token_the_one_that_ends_first_counts(strings, stop, expected):
+    tokenizer = tokenizer_of("qwen")
+    tokens = encode(tokenizer, " three", add_special_tokens=False)
+    part = OutputText(tokenizer, StopRules(strings)).push(tokens, last=False)
+    assert (len(tokens), part.text, part.stop) == (1, expected, stop)
 
 
 def longest_beginning(text: str, strings: Sequence[str]) -> int:

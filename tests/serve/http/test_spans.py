@@ -130,6 +130,8 @@ async def test_reasoning_and_content_are_those_of_the_tokens(client, bias, mode,
     tokens = walk(choice, "thinking" if thinks else "answer")
     message = choice["message"]
     assert {span for _, span in tokens} >= {"thinking", "answer"}
+    num_thinking = [span for _, span in tokens].count("thinking")
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": num_thinking}
     assert message["reasoning_content"] == text_in(tokens, of_thinking=True)
     assert (message["content"] or "") == text_in(tokens, of_thinking=False)
     assert "spans" not in answer["mars"], "the request has one threshold for all"

@@ -8,7 +8,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from mars_serve.api.incoming.prompts import Prompt
-from mars_serve.api.outgoing.reasoning import ReasoningText
 from mars_serve.api.text import OutputPart, OutputText
 from mars_serve.api.tools import ContentDelta, ToolEvent, ToolParser, ToolStart
 from mars_serve.config.served import Backend
@@ -75,6 +74,8 @@ class Delta:
     """Text of the model's thinking that is final and to be returned."""
     details: PassDetails | None = None
     """Proposals of the pass, if the request asks for them."""
+    stop_reason: str | int | None = None
+    """The stop string or the request's stop token that ended the output."""
 
     @property
     def num_tokens(self) -> int:
@@ -92,6 +93,8 @@ class Passes:
     sum_threshold: float = 0.0
     min_threshold: float = 1.0
     max_threshold: float = 0.0
+    num_thinking: int = 0
+    """Number of output tokens of the model's thinking."""
     num_cached: int = 0
     """Number of prompt tokens found in the KV cache."""
     queue_s: float = 0.0
@@ -120,6 +123,7 @@ class Passes:
         self.sum_threshold += other.sum_threshold
         self.min_threshold = min(self.min_threshold, other.min_threshold)
         self.max_threshold = max(self.max_threshold, other.max_threshold)
+        self.num_thinking += other.num_thinking
         self.num_cached += other.num_cached
         self.queue_s = max(self.queue_s, other.queue_s)
         for span, passes in other.by_span.items():
@@ -147,8 +151,8 @@ class Choice:
     """Parser that takes tool calls out of the text; None if the request offers no tools."""
     spans: Spans | None = None
     """Spans of the output, with the thresholds that were asked for; None if it is not divided."""
-    reasoning: ReasoningText | None = None
-    """Takes the thinking out of the text by the spans; None leaves it in."""
+    divides: bool = False
+    """Whether the thinking is taken out of the text by the spans."""
     includes_reasoning: bool = True
     """Whether the thinking is returned."""
     passes: Passes = field(default_factory=Passes)
@@ -202,16 +206,19 @@ class Choice:
         self.scored += output.prompt_logprobs
         if not output.tokens and output.finish_reason is None:
             return None
-        part = self.text.push(output.tokens, last=output.finish_reason is not None)
+        last = output.finish_reason is not None
+        spans = self.spans.of_tokens(self._span, output.tokens) if self.spans else []
+        part = self.text.push(output.tokens, last=last, spans=spans if self.divides else None)
         is_first = self.passes.num_passes == 0
         self.passes.count(part.num_tokens, output.threshold)
-        spans = self._follow(output, part)
+        spans = spans[: part.num_tokens + 1]
+        self._follow(spans, output.threshold)
         echoed, reported = self._echoed() if is_first else ("", [])
-        reasoning, text = self.reasoning.push(part, spans) if self.reasoning else ("", part.text)
         reported += self._reported(output, part, spans)
+        text, calls = part.text, list[CallPart]()
         reason: str | None = FinishReason.STOP if part.is_stopped else output.finish_reason
         self.has_ended = reason is not None
-        calls = list[CallPart]()
+        stop_reason = part.stop if part.is_stopped else self._stop_token(output)
         if self.parser is not None:
             text, calls = _parts_of(self.parser.push(text, last=reason is not None))
             if reason == FinishReason.STOP and self.parser.num_calls:
@@ -224,8 +231,9 @@ class Choice:
             finish_reason=reason,
             is_first=is_first,
             calls=calls,
-            reasoning=reasoning if self.includes_reasoning else "",
+            reasoning=part.reasoning if self.includes_reasoning else "",
             details=self._details(output, part),
+            stop_reason=stop_reason,
         )
 
     def _details(self, output: StepOutput, part: OutputPart) -> PassDetails | None:
@@ -236,15 +244,21 @@ class Choice:
         rejected = [] if part.is_stopped else output.rejected
         return PassDetails(output.threshold, list(accepted)[: part.num_tokens], rejected)
 
-    def _follow(self, output: StepOutput, part: OutputPart) -> list[Span]:
-        """Enter the span behind a pass; return that of each of its tokens and of the next one."""
+    def _stop_token(self, output: StepOutput) -> int | None:
+        """Return the token that ended the output because the request names it."""
+        if output.finish_reason is not FinishReason.STOP:
+            return None
+        stops = self.request.options.stop_ids
+        return next((token for token in output.tokens[-1:] if token in stops), None)
+
+    def _follow(self, spans: Sequence[Span], threshold: float) -> None:
+        """Count a pass by spans, of each of its tokens and of the next one, and enter the last."""
         if self.spans is None:
-            return []
-        spans = self.spans.of_tokens(self._span, output.tokens[: part.num_tokens])
+            return
         self._span = spans[-1]
+        self.passes.num_thinking += spans[:-1].count(Span.THINKING)
         if self.spans.thresholds:
-            self.passes.count_spans(spans, output.threshold)
-        return spans
+            self.passes.count_spans(spans, threshold)
 
     def _echoed(self) -> tuple[str, list[ReportedToken]]:
         """Return the text and log-probabilities of the prompt, both empty without ``echo``."""
@@ -294,6 +308,7 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
         is_first=deltas[0].is_first,
         calls=[call for delta in deltas for call in delta.calls],
         reasoning="".join(delta.reasoning for delta in deltas),
+        stop_reason=last.stop_reason,
     )
 
 

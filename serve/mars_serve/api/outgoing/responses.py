@@ -111,6 +111,7 @@ class ResponseBuilder:
         if delta.details is not None:
             mars["pass"] = self._pass_object(delta.details)
         if delta.finish_reason is not None:
+            entry["stop_reason"] = delta.stop_reason
             mars |= self._mars_object(delta.choice.passes)
         return event
 
@@ -134,12 +135,14 @@ class ResponseBuilder:
         prompts = {id(choice.prompt): choice for choice in reversed(self.choices)}.values()
         num_prompt = sum(len(choice.prompt.tokens) for choice in prompts)
         num_output = sum(choice.passes.num_tokens for choice in self.choices)
+        num_thinking = sum(choice.passes.num_thinking for choice in self.choices)
         num_cached = sum(choice.passes.num_cached for choice in prompts)
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
             "total_tokens": num_prompt + num_output,
             "prompt_tokens_details": {"cached_tokens": num_cached},
+            "completion_tokens_details": {"reasoning_tokens": num_thinking},
         }
 
     @property
@@ -179,6 +182,7 @@ class ResponseBuilder:
         reported = [each for delta in deltas for each in delta.reported]
         entry["logprobs"] = self._logprobs(last.choice, reported)
         entry["finish_reason"] = last.finish_reason
+        entry["stop_reason"] = last.stop_reason
         if self.reports_ids:
             entry["token_ids"] = [token for delta in deltas for token in delta.tokens]
         return entry if self.is_chat else {**entry, **self._of_prompt(last.choice)}

@@ -29,7 +29,6 @@ from mars_serve.api.incoming.structure import Structure, structure_of
 from mars_serve.api.keys import Caller
 from mars_serve.api.limits import Places
 from mars_serve.api.outgoing.choices import Choice, Delta, run_all, stream_all
-from mars_serve.api.outgoing.reasoning import ReasoningText
 from mars_serve.api.outgoing.responses import ResponseBuilder
 from mars_serve.api.protocol import (
     ChatCompletionRequest,
@@ -254,7 +253,7 @@ class _Call:
                 may_stop=bool(rules.strings),
                 parser=tools.parser() if tools else None,
                 spans=spans,
-                reasoning=ReasoningText() if chat and spans else None,
+                divides=chat is not None and spans is not None,
                 includes_reasoning=chat is None or chat.include_reasoning is not False,
             )
             choices.append(choice)

@@ -37,11 +37,13 @@ async def test_an_output_ends_at_a_stop_string(
     whole = await client.answer(path, body)
     (choice,) = whole["choices"]
     assert (text_of(choice), choice["finish_reason"]) == (expected.text, "stop")
+    assert choice["stop_reason"] == stop
     assert whole["usage"]["completion_tokens"] == expected.num_tokens
     events = await client.events(path, body)
     choices = [event["choices"][0] for event in events]
     assert "".join(text_of(each) for each in choices) == expected.text
     assert [each["finish_reason"] for each in choices] == [None] * (len(choices) - 1) + ["stop"]
+    assert choices[-1]["stop_reason"] == stop
     assert sum(event["mars"]["tokens"] for event in events) == expected.num_tokens
     assert events[-1]["mars"]["forward_passes"] == whole["mars"]["forward_passes"] == len(events)
     await until_idle(loops["mars"].engine)
@@ -68,5 +70,6 @@ async def test_an_output_ends_at_a_stop_token(client, mars, oracle):
         body["include_stop_str_in_output"] = include
         whole = await client.answer(COMPLETIONS, body)
         assert whole["choices"][0]["finish_reason"] == "stop"
+        assert whole["choices"][0]["stop_reason"] == tokens[index]
         assert whole["choices"][0]["text"] == decode(mars.tokenizer, kept)
         assert whole["usage"]["completion_tokens"] == index + 1
