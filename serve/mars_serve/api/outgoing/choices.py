@@ -221,7 +221,7 @@ class Choice:
         stop_reason = part.stop if part.is_stopped else self._stop_token(output)
         if self.parser is not None:
             text, calls = _parts_of(self.parser.push(text, last=reason is not None))
-            if reason == FinishReason.STOP and self.parser.num_calls:
+            if reason == FinishReason.STOP and 0 < self.parser.num_calls == self.parser.num_whole:
                 reason = TOOL_CALLS
         return Delta(
             choice=self,

@@ -97,13 +97,19 @@ class ToolParser(ABC):
     Args:
         names: Names of the tools that the request offers.
         is_parallel: Whether several calls count; otherwise only the first one does.
+        is_forced: Whether the output has to consist of calls; then it has no content.
     """
 
-    def __init__(self, names: Collection[str], *, is_parallel: bool) -> None:
+    def __init__(
+        self, names: Collection[str], *, is_parallel: bool, is_forced: bool = False
+    ) -> None:
         self.num_calls = 0
         """Number of calls that have begun."""
+        self.num_whole = 0
+        """Number of calls whose arguments have ended."""
         self._names = frozenset(names)
         self._is_parallel = is_parallel
+        self._is_forced = is_forced
         self._input = ""
         self._position = 0
         """Index of the next character of the input."""
@@ -119,6 +125,8 @@ class ToolParser(ABC):
         self._position, self._is_last = 0, last
         next(self._steps, None)
         events, self._events = self._events, []
+        if self._is_forced:
+            events = [each for each in events if not isinstance(each, ContentDelta)]
         return list(_merged(events))
 
     def _parse(self) -> Steps:
@@ -242,6 +250,7 @@ class ToolParser(ABC):
             return False
         self._start(call[0])
         self._events.append(ToolArguments(self.num_calls - 1, call[1]))
+        self.num_whole += 1
         return True
 
     def _stream_call(self, name: str) -> Steps:
@@ -259,6 +268,7 @@ class ToolParser(ABC):
             is_plain = nesting.depth > 0 and not nesting.is_escaped
             run = self._skip(_INERT) if is_plain else ""
             self._events.append(ToolArguments(index, char + run))
+        self.num_whole += 1
 
     def _start(self, name: str) -> None:
         self._held.clear()

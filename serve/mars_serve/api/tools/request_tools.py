@@ -47,6 +47,8 @@ class RequestTools:
     """Ids of the special tokens whose text the parser needs."""
     is_parallel: bool
     """Whether one turn may have several calls; otherwise only the first one counts."""
+    is_forced: bool
+    """Whether the output must consist of calls."""
     form: CallFormat
     """Format in which the model writes calls."""
     call_tokens: CallTokens | None
@@ -55,7 +57,8 @@ class RequestTools:
     def parser(self) -> ToolParser:
         """Return a new parser for one output."""
         names = [tool["function"]["name"] for tool in self.template_tools]
-        return PARSERS[self.form.family](names, is_parallel=self.is_parallel)
+        parser = PARSERS[self.form.family]
+        return parser(names, is_parallel=self.is_parallel, is_forced=self.is_forced)
 
 
 def prepare_tools(
@@ -94,6 +97,7 @@ def prepare_tools(
         grammar=grammar,
         kept_special=kept_special(tokenizer, form.family),
         is_parallel=is_parallel,
+        is_forced=is_forced,
         form=form,
         call_tokens=call_tokens(form, tags),
     )

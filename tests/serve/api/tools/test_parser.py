@@ -115,8 +115,9 @@ OUTPUTS: list[tuple[Family, str, str, list[tuple[str, str]]]] = [
 ]  # fmt: skip
 
 
-def parser_of(family: Family, *, is_parallel: bool = True) -> ToolParser:
-    return PARSERS[family](["get_weather", "get-time"], is_parallel=is_parallel)
+def parser_of(family: Family, *, is_parallel: bool = True, is_forced: bool = False) -> ToolParser:
+    names = ["get_weather", "get-time"]
+    return PARSERS[family](names, is_parallel=is_parallel, is_forced=is_forced)
 
 
 def gather(events: list[ToolEvent]) -> tuple[str, list[tuple[str, str]]]:
@@ -204,3 +205,22 @@ def test_without_parallel_calls_only_the_first_call_counts(family, name, text):
     parser = parser_of(family, is_parallel=False)
     events = [event for char in text for event in parser.push(char, last=False)]
     assert gather(events + parser.push("", last=True)) == ("", [(name, "{}")])
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        (Family.HERMES, f'<tool_call>\n{{"name": "get-time", "arguments": {ODD}}}\n</tool_call>'),
+        (Family.HERMES, f'<tool_call>{{"arguments": {UNIT}, "name": "get-time"}}</tool_call>'),
+        (Family.LLAMA, f'{{"name": "get-time", "parameters": {ODD}}}'),
+        (Family.MISTRAL_LIST, f'[TOOL_CALLS] [{{"name": "get-time", "arguments": {ODD}}}]'),
+        (Family.MISTRAL_NAMED, f"[TOOL_CALLS]get-time{ODD}"),
+    ],
+)
+def test_a_forced_call_is_whole_once_its_arguments_have_ended_and_leaves_no_content(family, text):
+    for end in range(len(text) + 1):
+        parser = parser_of(family, is_forced=True)
+        content, calls = gather(parser.push(text[:end], last=True))
+        assert content == ""
+        assert parser.num_calls == len(calls)
+        assert parser.num_whole == [arguments in (ODD, UNIT) for _, arguments in calls].count(True)

@@ -125,6 +125,36 @@ async def test_calls_within_text_are_separated_from_content(client, text, conten
     assert [each["function"] for each in calls] == [each["function"] for each in found]
 
 
+@pytest.mark.parametrize(
+    ("cut", "reason", "calls"),
+    [
+        ({"max_tokens": 4}, "length", []),
+        ({"stop": "take"}, "stop", []),
+        ({"stop": '"a"'}, "stop", ["{"]),
+        ({"stop": "no"}, "stop", ['{"a": "']),
+        ({"stop": "</tool_call>"}, "tool_calls", ['{"a": "no"}']),
+    ],
+)
+async def test_a_call_that_is_cut_is_not_finished(client, cut, reason, calls):
+    choice = {"type": "function", "function": {"name": "take"}}
+    body = {**BODY, "tool_choice": choice, "parallel_tool_calls": False, **cut}
+    (whole,) = (await client.answer(CHAT, body))["choices"]
+    assert (whole["finish_reason"], whole["stop_reason"]) == (reason, cut.get("stop"))
+    assert not whole["message"]["content"]
+    found = whole["message"].get("tool_calls", [])
+    assert [each["function"] for each in found] == [
+        {"name": "take", "arguments": each} for each in calls
+    ]
+    events = await client.events(CHAT, body)
+    content, streamed = joined(events)
+    assert (content, [each["function"] for each in streamed]) == (
+        "",
+        [each["function"] for each in found],
+    )
+    last = events[-1]["choices"][0]
+    assert (last["finish_reason"], last["stop_reason"]) == (reason, cut.get("stop"))
+
+
 async def test_tool_choice_none_leaves_calls_in_the_text(client):
     body = {**BODY, "guided_grammar": f"start: {json.dumps(CALL)}", "tool_choice": "none"}
     (choice,) = (await client.answer(CHAT, body))["choices"]
