@@ -69,6 +69,16 @@ async def test_a_bad_word_is_kept_out_behind_a_space_too(client, tokenizer):
         assert not {plain, spaced}.intersection(choice["token_ids"])
 
 
+async def test_a_bad_word_is_kept_out_where_it_is_fewer_tokens_behind_a_space(client, tokenizer):
+    texts = [tokenizer.decode([token]) for token in range(len(tokenizer))]
+    words = [text[1:] for text in texts if re.fullmatch(" [a-z]+", text)]
+    word = next(each for each in words if len(encode_plain(tokenizer, each)) > 1)
+    (spaced,) = encode_plain(tokenizer, f" {word}")
+    for text in (word, f" {word}"):
+        fields = {"logit_bias": {str(spaced): 80}, "bad_words": [text]}
+        assert spaced not in (await choice_of(client, COMPLETIONS, **fields))["token_ids"]
+
+
 async def test_a_control_token_is_text_among_bad_words(client, mars):
     (end,) = mars.special.eos
     bias = {str(end): 100}

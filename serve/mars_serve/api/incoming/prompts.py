@@ -206,9 +206,8 @@ class PromptReader:
     def bad_words(self, body: GenerationRequest) -> BadWords:
         """Return the tokens of each bad word, as it begins a text and as it follows a space.
 
-        The second form counts only if it has as many tokens and begins with another one. Otherwise
-        the space is a token of its own, and the first form covers both.
-        Source: vLLM, ``SamplingParams.update_from_tokenizer``.
+        Where the space is a token of its own, the first form covers both. vLLM leaves out other
+        second forms, too, unless they have as many tokens as the first.
         """
         words = list[tuple[int, ...]]()
         for text in body.bad_words or ():
@@ -216,7 +215,7 @@ class PromptReader:
             if not word:
                 raise invalid_value("bad_words", f"{shown(text)} has no tokens; leave it out")
             words.append(word)
-            if len(spaced) == len(word) and spaced[0] != word[0]:
+            if spaced[-len(word) :] != word:
                 words.append(spaced)
         num_tokens = sum(map(len, words))
         if num_tokens > _MAX_BAD_TOKENS:
