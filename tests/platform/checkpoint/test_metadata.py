@@ -6,6 +6,8 @@ import json
 
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 
 from mars_platform.checkpoint.directory import read_checkpoint
 from mars_platform.checkpoint.inspection import inspect_model
@@ -180,3 +182,17 @@ def test_a_pinned_model_stays_the_same_when_links_turn_and_the_hub_changes(
     assert locate_model(pinned) == snapshot
     with pytest.raises(UserError, match=r"^model: some/model is no local directory"):
         pin_model("some/model")
+
+
+def test_neither_pickled_weights_nor_programs_are_downloaded(monkeypatch):
+    files = ["config.json", "model.safetensors", "pytorch_model.bin", "modeling_x.py", "x.pkl"]
+    wanted = list[str]()
+
+    def snapshot_download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        wanted.extend(filter_repo_objects(files, allow_patterns=allow_patterns))
+        raise LocalEntryNotFoundError(name)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(UserError):
+        locate_model("some/model")
+    assert wanted == files[:2]
