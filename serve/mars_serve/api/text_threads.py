@@ -184,6 +184,11 @@ async def _run(line: Line, caller: Caller, work: Callable[[], _Found]) -> _Found
 
     Nothing stops a thread, so work whose request was cancelled keeps its turn.
     """
-    loop, future = asyncio.get_running_loop(), line.threads.submit(work)
+    loop = asyncio.get_running_loop()
+    try:
+        future = line.threads.submit(work)
+    except RuntimeError:  # no thread can start
+        line.turns.end(caller)
+        raise
     future.add_done_callback(lambda _: loop.call_soon_threadsafe(line.turns.end, caller))
     return await asyncio.wrap_future(future)

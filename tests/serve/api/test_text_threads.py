@@ -119,6 +119,19 @@ async def test_a_key_that_hangs_up_does_not_get_more_threads(threads):
     assert await threads.write(HOG, SHORT + 1, lambda: "again") == "again"
 
 
+@pytest.mark.parametrize("size", [SHORT + 1, LARGE + 1])
+async def test_texts_are_read_again_after_no_thread_could_start(threads, size):
+    before = threading.stack_size(2**46)  # no machine has room for such a thread
+    try:
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="new thread"):
+                await asyncio.wait_for(read(threads, HOG, size, lambda: None), HANG_S)
+    finally:
+        threading.stack_size(before)
+    reading = read(threads, HOG, size, lambda: "again")
+    assert await asyncio.wait_for(reading, HANG_S) == "again"
+
+
 @pytest.mark.parametrize("num", [1, 2, 3])
 async def test_no_turn_is_lost_or_given_twice_however_those_who_wait_leave(num):
     turns, num_held, most = Turns(num), 0, 0
