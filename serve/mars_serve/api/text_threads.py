@@ -22,6 +22,8 @@ LARGE = 2**18
 """Bytes of the largest body that is read beside others; larger ones are read one at a time."""
 _SHORT = 4096  # bytes of a text that holds nobody up
 _NUM_THREADS = 2
+_REST = 2
+"""Times its length for which a key waits behind a turn, where there are other keys."""
 _RETRY_AFTER_S = 1
 
 _Found = TypeVar("_Found")
@@ -35,6 +37,8 @@ class Turns:
         self._most = 1
         """Turns that one key may have at once."""
         self._held = Counter[str]()
+        self._rests = dict[str, float]()
+        """Time on the event loop's clock until which a key gets no turn."""
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         """What waits, by key; the key whose turn was last is the last."""
 
@@ -51,15 +55,24 @@ class Turns:
                 self.end(caller)
             raise
 
-    def end(self, caller: Caller) -> None:
-        """End a turn, so that others get it."""
+    def end(self, caller: Caller, rest_s: float = 0.0) -> None:
+        """End a turn, so that others get it, and the same key when it has rested."""
         self._num_free += 1
         self._held[caller.name] -= 1
+        if rest_s:
+            loop = asyncio.get_running_loop()
+            self._rests[caller.name] = loop.time() + rest_s
+            loop.call_later(rest_s, self._give)
         self._give()
 
     def _give(self) -> None:
+        now_s = asyncio.get_running_loop().time()
         while self._num_free:
-            due = (key for key in self._waiting if self._held[key] < self._most)
+            due = (
+                key
+                for key in self._waiting
+                if self._held[key] < self._most and self._rests.get(key, 0.0) <= now_s
+            )
             key = next(due, None)
             if key is None:
                 return
@@ -80,6 +93,28 @@ class Line:
         self.turns = Turns(num_threads)
         self.threads = ThreadPoolExecutor(num_threads, name)
 
+    def end(self, caller: Caller, begun_s: float) -> None:
+        """End a turn that began at a time on the event loop's clock, behind which its key rests.
+
+        So its texts take but a part of the processor and of the interpreter, whatever it sends.
+        """
+        taken_s = asyncio.get_running_loop().time() - begun_s
+        self.turns.end(caller, 0.0 if caller.is_alone else _REST * taken_s)
+
+    async def run(self, caller: Caller, begun_s: float, work: Callable[[], _Found]) -> _Found:
+        """Do some work in a turn that began at a time, and end the turn.
+
+        Nothing stops a thread, so work whose request was cancelled keeps its turn.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            future = self.threads.submit(work)
+        except RuntimeError:  # no thread can start
+            self.end(caller, begun_s)
+            raise
+        future.add_done_callback(lambda _: loop.call_soon_threadsafe(self.end, caller, begun_s))
+        return await asyncio.wrap_future(future)
+
 
 @dataclass(eq=False)
 class Load:
@@ -90,6 +125,8 @@ class Load:
     """Bytes that have arrived."""
     line: Line | None = None
     """The line in which it is the body's turn; None for a short one, or while it waits."""
+    begun_s: float = 0.0
+    """Time on the event loop's clock at which its turn began."""
 
     @property
     def is_large(self) -> bool:
@@ -147,7 +184,7 @@ class TextThreads:
         if load.size > _SHORT:
             line = self._large if load.is_large else self._line
             await line.turns.take(load.caller)
-            load.line = line
+            load.line, load.begun_s = line, asyncio.get_running_loop().time()
 
     def end(self, load: Load) -> None:
         """Give back what a body takes, once its texts are read or it is given up."""
@@ -157,7 +194,7 @@ class TextThreads:
             del self._taken[name]
         load.size = 0
         if load.line is not None:
-            load.line.turns.end(load.caller)
+            load.line.end(load.caller, load.begun_s)
             load.line = None
 
     async def read(self, load: Load, size: int, work: Callable[[], _Found]) -> _Found:
@@ -167,7 +204,7 @@ class TextThreads:
             return await self.write(load.caller, size, work)
         load.line = None  # the work has the turn now
         try:
-            return await _run(line, load.caller, work)
+            return await line.run(load.caller, load.begun_s, work)
         finally:
             self.end(load)
 
@@ -176,19 +213,4 @@ class TextThreads:
         if size <= _SHORT:
             return work()
         await self._answers.turns.take(caller)
-        return await _run(self._answers, caller, work)
-
-
-async def _run(line: Line, caller: Caller, work: Callable[[], _Found]) -> _Found:
-    """Do some work in a turn of a caller, which ends with it.
-
-    Nothing stops a thread, so work whose request was cancelled keeps its turn.
-    """
-    loop = asyncio.get_running_loop()
-    try:
-        future = line.threads.submit(work)
-    except RuntimeError:  # no thread can start
-        line.turns.end(caller)
-        raise
-    future.add_done_callback(lambda _: loop.call_soon_threadsafe(line.turns.end, caller))
-    return await asyncio.wrap_future(future)
+        return await self._answers.run(caller, asyncio.get_running_loop().time(), work)

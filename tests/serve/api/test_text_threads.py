@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -166,6 +167,20 @@ async def test_the_json_of_one_body_of_a_key_is_read_at_a_time(threads):
     assert not waiting.done()
     threads.end(first)
     await asyncio.wait_for(waiting, HANG_S)
+
+
+async def test_a_key_rests_behind_each_turn_unless_it_is_alone(threads):
+    async def pause_s(caller: Caller) -> float:
+        ends_s = list[float]()
+        for _ in range(2):
+            load = arriving(threads, caller, LARGE + 1)
+            await threads.begin(load)
+            ends_s.append(time.monotonic())
+            await threads.read(load, LARGE + 1, lambda: time.sleep(0.05))
+        return ends_s[1] - ends_s[0]
+
+    assert await pause_s(HOG) > 0.12
+    assert await pause_s(ALONE) >= 0.05
 
 
 async def test_a_client_that_reads_its_answer_slowly_holds_no_turn(threads):
