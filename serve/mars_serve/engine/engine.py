@@ -120,6 +120,7 @@ class Engine:
             self.attention,
             checkpoint.special,
             metadata.mask_token_id if metadata else None,
+            max_length=self.max_length,
             batch_invariant=settings.batch_invariant,
             draw_accepted=draw_accepted,
             temperatures=calibration.temperatures if calibration else None,

@@ -403,8 +403,6 @@ def mistral(**options):
             "sliding_attention",
         ),
         (mistral(sliding_window=4096), "sliding_attention"),
-        (qwen2(final_logit_softcapping=30.0), "final_logit_softcapping"),
-        (qwen2(logits_scaling=8.0), "logits_scaling"),
     ],
 )
 def test_a_family_with_an_unsupported_trait_is_refused(plain_copy, config, trait):

@@ -1,4 +1,4 @@
-"""Families of models that the engine serves unchanged or refuses by name, and their types."""
+"""Families of models that the engine serves as transformers does or refuses by name, and types."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ import torch
 from transformers import PreTrainedModel
 
 from decoding.engine_requests import make_request
-from decoding.engines import oracle, passes_of, run
+from decoding.engines import oracle, output_of, passes_of, run
+from decoding.families import KNOWN, OTHERS, build_family, family_table
 from decoding.tiny_models import build_model
 from mars_platform.checkpoint.directory import Checkpoint, SpecialTokens, read_checkpoint
 from mars_platform.checkpoint.metadata import MarsMetadata
 from mars_platform.errors import UserError
+from mars_platform.method.mode import Mode
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
 
+DOCUMENT = Path(__file__).parents[3] / "docs" / "decoding.md"
+FULL = ["full_attention"] * 2
 SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 3}))
 
 
@@ -30,41 +34,87 @@ def build_engine(model: PreTrainedModel, *, mask: int = 3, **options: Any) -> En
     return Engine(checkpoint, settings, model=copy.deepcopy(model), **options)
 
 
-def requests() -> list[Request]:
+def requests(**options: Any) -> list[Request]:
     prompts = [[4 + (7 * row + 5 * i) % 60 for i in range(4 + 33 * row)] for row in range(3)]
     return [
-        make_request(str(row), prompt, 12, threshold=0.1, window=4)
+        make_request(str(row), prompt, 12, **(options or {"threshold": 0.1, "window": 4}))
         for row, prompt in enumerate(prompts)
     ]
 
 
+def generated(model: PreTrainedModel, request: Request) -> list[int]:
+    """The greedy output by transformers' own loop and cache."""
+    ids = torch.tensor([request.tokens])
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=request.options.max_tokens,
+        suppress_tokens=sorted(SPECIAL.never_emitted),
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return output[0, request.num_prompt :].tolist()
+
+
 @pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("olmo2", {}),
-        ("phi3", {"sliding_window": None}),
-        ("starcoder2", {"sliding_window": None}),
-        ("gpt_neox", {"num_key_value_heads": 4}),
-        ("gpt2", {"num_key_value_heads": 4}),
-        ("smollm3", {}),
-    ],
+    "family", [*KNOWN, *(pytest.param(family, marks=pytest.mark.full) for family in OTHERS)]
 )
-def test_further_decoders_are_served_unchanged(family: str, changes: dict[str, Any]) -> None:
-    model = build_model(family, pad_token_id=0, **changes)
+def test_a_family_is_served_as_transformers_generates(family: str) -> None:
+    model = build_family(family)
+    expected = [generated(model, request) for request in requests()]
+    for mode in (Mode.AR, Mode.EXACT):
+        served = requests(mode=mode)
+        run(build_engine(model), served)
+        assert [output_of(each) for each in served] == expected
     passes = passes_of(run(build_engine(model), requests()))
     for request in requests():
         assert passes[request.id] == oracle(model, request, SPECIAL)
 
 
+def test_the_documentation_has_the_table_of_the_families() -> None:
+    lines = DOCUMENT.read_text(encoding="utf-8").splitlines()
+    begin = lines.index(family_table()[0])
+    table = [line for line in lines[begin:] if line.startswith("|")]
+    assert table == family_table(), f"put the lines of family_table() into {DOCUMENT.name}"
+
+
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
-    [("bert", {}, "'bert', whose attention is not causal"), ("mamba", {}, "cannot be replaced")],
+    [
+        ("bert", {"num_key_value_heads": 4}, "logits over pages differ .*, first behind token 1 "),
+        ("mamba", {}, "over pages"),
+        ("bloom", {}, "logits over pages differ "),
+        ("granite", {"logits_scaling": 8.0}, r"differ .* by 7\d\d\.\d%"),
+        ("deepseek_v2", {**LATENT, "v_head_dim": 16}, "forward pass fails over pages"),
+        ("deepseek_v3", {**LATENT, "v_head_dim": 8}, "forward pass fails over pages"),
+        ("glm4_moe_lite", {**LATENT, "v_head_dim": 8}, "forward pass fails over pages"),
+        ("gpt_oss", {"layer_types": FULL, "num_local_experts": 4}, "its attention has s_aux"),
+        ("gemma2", {"layer_types": FULL}, "its attention has softcap"),
+        ("phi3", {"sliding_window": 2000}, "its attention has sliding_window"),
+    ],
 )
 def test_other_families_are_refused_by_name(
-    family: str, changes: dict[str, Any], words: str
+    family: str, changes: dict[str, Any], words: str, dtype: torch.dtype
 ) -> None:
-    with pytest.raises(UserError, match=f"^model: .*{words}"):
-        build_engine(build_model(family, pad_token_id=0, **changes))
+    model = build_model(family, pad_token_id=0, **changes).to(dtype)
+    with pytest.raises(UserError, match=f"^model: .*'{family}'.*{words}"):
+        build_engine(model)
 
 
 def test_a_mask_without_an_embedding_is_refused() -> None:

@@ -58,6 +58,12 @@ def straight(tmp_path_factory, start, data):
     return run
 
 
+def test_a_model_that_packed_rows_change_is_refused_by_name(job_of, tmp_path):
+    scaled = write_start(tmp_path / "scaled", family="granite", logits_scaling=8.0)
+    error = run_stage(job_of(start=scaled)).error
+    assert error.startswith("model: it is of the family 'granite', and its logits in packed rows ")
+
+
 def assert_equal(ours, expected):
     """Compare histories and weights bit for bit."""
     assert ours.error is None

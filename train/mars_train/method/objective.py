@@ -8,19 +8,25 @@ Imports no Ray.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from mars_train.method.attention import Attention, attention_mask, use_attention
-from mars_train.method.layout import Batch
+from mars_train.method.attention import (
+    FLEX_MULTIPLE,
+    Attention,
+    attention_mask,
+    use_attention,
+)
+from mars_train.method.layout import Batch, collate, lay_out
 
 MAX_LOGITS = 2**26
 """Most logits in memory at once, forward or backward, in elements (256 MiB in float32)."""
@@ -129,6 +135,22 @@ class Objective(nn.Module):
     def label_losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return each label's cross-entropy, clean and noisy, float32 [labels] each, in nats."""
         return self._cross_entropies(self._hidden_states(batch), batch)
+
+    @torch.no_grad()
+    def clean_logits(self, tokens: Sequence[int], block_size: int | None, mask_id: int) -> Tensor:
+        """Return the logits behind a sequence's tokens but the last, in the row of a batch.
+
+        The same sequence stands before it in the row, with its noisy stream, and may not be seen.
+
+        Returns:
+            [tokens - 1, vocabulary].
+        """
+        ids, length = np.array(tokens), len(tokens) - 1
+        layout = lay_out(ids, np.ones_like(ids, dtype=bool), block_size, mask_id)
+        multiple_of = FLEX_MULTIPLE if self.attention == "flex" else 1
+        batch = collate([[layout, layout]], tokens[0], multiple_of).to(self.model.device)
+        begin = len(layout.tokens)
+        return self._logits(self._hidden_states(batch)[begin : begin + length])
 
     def _cross_entropies(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         if not self.masked:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ from mars_platform.checkpoint.directory import (
 from mars_platform.checkpoint.metadata import MarsMetadata
 from mars_platform.checkpoint.number_type import is_bfloat16_slow
 from mars_platform.errors import UserError
+from mars_platform.method.own_forward import OwnForward
 from mars_train.data.token_store import TokenStore
 from mars_train.method.adapted import AdapterObjective
 from mars_train.method.attention import FLEX_MULTIPLE, Attention, choose_attention
@@ -71,7 +73,7 @@ class StageTrainer:
         responses = None if job.responses is None else TokenStore(Path(job.responses))
         self.batches = self._make_batches(data, responses, attention)
         self.objective = workers.wrap(
-            self._make_objective(attention), self.model._no_split_modules or []
+            self._checked_objective(attention), self.model._no_split_modules or []
         )
         self.state = self._initial_state()
         stores = [data] if responses is None else [data, responses]
@@ -88,6 +90,10 @@ class StageTrainer:
     def history(self) -> TrainingHistory:
         """Records and scores of the stage so far."""
         return self.state.history
+
+    @property
+    def _mask_token_id(self) -> int:
+        return self.checkpoint.metadata.mask_token_id if self.checkpoint.metadata else 0
 
     def run(self) -> bool:
         """Train to the end and store the model; return False if a notice stopped the run."""
@@ -115,7 +121,7 @@ class StageTrainer:
         """Load the start model, and add a mask token if the stage needs one."""
         job = self.job
         checkpoint = read_checkpoint(job.start)
-        model = load_model(Path(job.start)).train()
+        model = load_model(Path(job.start))
         if job.adapter is not None and job.block_size is not None:
             checkpoint = add_adapter(
                 model,
@@ -137,7 +143,19 @@ class StageTrainer:
             _checkpoint_activations(model)
         return model, checkpoint
 
-    def _make_objective(self, attention: Attention) -> Objective:
+    def _checked_objective(self, attention: Attention) -> Objective:
+        """Make the objective of a model that gives the logits of its own forward pass in a row."""
+        mask_id = self._mask_token_id
+        self.model.to(self.workers.device)
+        own = OwnForward.of(self.model, avoided={mask_id})
+        plain = self._make_objective(attention, is_compiled=False)
+        logits = partial(plain.clean_logits, own.tokens, self.job.block_size, mask_id)
+        with self.workers.autocast():
+            own.check("in packed rows", logits)
+        self.model.train()
+        return self._make_objective(attention, is_compiled=self.job.recipe.compile)
+
+    def _make_objective(self, attention: Attention, *, is_compiled: bool) -> Objective:
         if self.job.adapter is not None:
             return AdapterObjective(
                 self.model, mask_loss=_mask_loss(self.job.stage), attention=attention
@@ -147,13 +165,12 @@ class StageTrainer:
             masked=self.job.block_size is not None,
             mask_loss=_mask_loss(self.job.stage),
             attention=attention,
-            compile=self.job.recipe.compile,
+            compile=is_compiled,
         )
 
     def _make_batches(
         self, data: TokenStore, responses: TokenStore | None, attention: Attention
     ) -> StageBatches:
-        metadata = self.checkpoint.metadata
         return StageBatches(
             data=data,
             stage=self.job.stage,
@@ -161,7 +178,7 @@ class StageTrainer:
             rank=self.workers.rank,
             num_workers=self.workers.num_workers,
             block_sizes=self.job.block_sizes,
-            mask_token_id=metadata.mask_token_id if metadata else 0,
+            mask_token_id=self._mask_token_id,
             pad_token_id=self.checkpoint.tokenizer.pad_token_id or 0,
             multiple_of=FLEX_MULTIPLE if attention == "flex" else 1,
             responses=responses,

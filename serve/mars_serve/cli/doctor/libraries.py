@@ -66,13 +66,11 @@ def _checkpoint(path: Path) -> Iterator[Finding]:
     from mars_platform.checkpoint.inspection import check_chat_template, check_weights
     from mars_platform.checkpoint.number_type import stored_dtype
     from mars_serve.engine.attention.interface import KeyValueShape
-    from mars_serve.engine.attention.selection import refuse_unserved
 
     checkpoint = read_checkpoint(path)
     refuse_unsupported(checkpoint.config, path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(checkpoint.config, trust_remote_code=False)
-    refuse_unserved(model)
     wanted = {name for name, _ in model.named_parameters()}  # a tied one once
     missing = sorted(wanted - set().union(*check_weights(path).values()))
     if missing and len(missing) < len(wanted):  # else the family's names are others on disk

@@ -44,6 +44,9 @@ class Attention(Protocol):
     and drafts are written to the request's pages; those of masks are never read by a later step.
     """
 
+    page_size: int
+    """Tokens in a page."""
+
     def prepare(self, batch: StepBatch) -> Any:
         """Return the attention metadata of a step: tensors on the device that all layers share."""
 

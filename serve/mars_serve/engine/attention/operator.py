@@ -20,6 +20,17 @@ ATTENTION_NAME = "marsray_paged"
 
 AttendLayer = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """`Attention.attend` with the metadata of one step bound."""
+_UNKNOWN = (
+    "attention_mask",
+    "sliding_window",
+    "indices",
+    "block_indices",
+    "softcap",
+    "s_aux",
+    "sinks",
+    "position_bias",
+)
+"""Arguments by which layers ask for other than full causal attention."""
 _ATTEND: ContextVar[AttendLayer] = ContextVar("marsray_attend")
 
 
@@ -38,12 +49,21 @@ def _attention_function(
     query: Tensor,  # [1, heads, positions, head_dim]
     key: Tensor,  # [1, kv_heads, positions, head_dim]
     value: Tensor,  # [1, kv_heads, positions, head_dim]
-    _attention_mask: Tensor | None,
+    attention_mask: Tensor | None = None,
     *,
     scaling: float,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend in one layer; transformers' models call this."""
+    """Attend in one layer; transformers' models call this.
+
+    Raises:
+        NotImplementedError: the layer wants something that a short text may not show, such as a
+            window, or scores that are capped.
+    """
+    others["attention_mask"] = attention_mask
+    unknown = [name for name in _UNKNOWN if others.get(name) is not None]
+    if unknown:
+        raise NotImplementedError(f"its attention has {', '.join(unknown)}")
     layer: int = module.layer_idx  # type: ignore[assignment]
     queries, keys, values = (part[0].transpose(0, 1) for part in (query, key, value))
     return _ATTEND.get()(layer, queries, keys, values, scaling).unsqueeze(0), None

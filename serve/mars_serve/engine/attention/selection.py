@@ -8,7 +8,6 @@ import logging
 import torch
 from transformers import PreTrainedModel
 
-from mars_platform.errors import UserError
 from mars_serve.engine.attention.gathered import GatheredAttention
 from mars_serve.engine.attention.interface import Attention, KeyValueShape
 from mars_serve.engine.attention.paged import PagedAttention
@@ -39,11 +38,7 @@ def choose_attention(
         num_pages: pages for committed tokens.
         page_size: tokens in a page.
         max_masks: most masks of a row.
-
-    Raises:
-        UserError: the model's attention cannot be replaced; the message names the model's family.
     """
-    refuse_unserved(model)
     shape = KeyValueShape.of(model.config)
     device, dtype = model.device, model.dtype
     reason = why_gathered(settings, device, dtype, head_dim=shape.head_dim)
@@ -98,21 +93,3 @@ def refusal(capability: int, dtype: torch.dtype, head_dim: int) -> str | None:
     if head_dim > _MAX_HEAD_DIM:
         return f"the head size is {head_dim}, and the kernel takes up to {_MAX_HEAD_DIM}"
     return None
-
-
-def refuse_unserved(model: PreTrainedModel) -> None:
-    """Refuse a model whose attention does not go through transformers' attention interface.
-
-    Raises:
-        UserError: the message names the model's family.
-    """
-    reason = None
-    if not getattr(model, "_supports_attention_backend", False):
-        reason = "whose attention cannot be replaced"
-    elif any(getattr(module, "is_causal", True) is False for module in model.modules()):
-        reason = "whose attention is not causal"
-    if reason is not None:
-        raise UserError(
-            f"model: it is of the family {model.config.model_type!r}, {reason}; use a decoder such "
-            "as Qwen2, Qwen3, Llama or Mistral"
-        )

@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from mars_platform.checkpoint.directory import SpecialTokens
+from mars_platform.method.own_forward import PREFIX, OwnForward
 from mars_serve.engine.attention.interface import Attention
 from mars_serve.engine.attention.operator import ATTENTION_NAME
 from mars_serve.engine.attention.paged import PagedAttention
@@ -19,6 +21,7 @@ from mars_serve.engine.batch import build_batch
 from mars_serve.engine.decoder.adapter import fix_shapes, pick_rows
 from mars_serve.engine.decoder.decoder import merge_layers, why_unmerged
 from mars_serve.engine.decoder.rotation import settle_rotation
+from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.device.transfer import HostCopy
 from mars_serve.engine.execution.acceptance import Accepted, accept, num_accepted
 from mars_serve.engine.execution.graphs import (
@@ -110,6 +113,7 @@ class ModelRunner:
         special: SpecialTokens,
         mask_token_id: int | None,
         *,
+        max_length: int,
         batch_invariant: bool = False,
         draw_accepted: Callable[[Request, int], int] | None = None,
         temperatures: Sequence[float] | None = None,
@@ -121,10 +125,18 @@ class ModelRunner:
             attention: owns the KV cache.
             special: tokens that end a sequence, and tokens that are never emitted.
             mask_token_id: id of the mask; None for a plain AR model.
+            max_length: most tokens of a request.
             batch_invariant: see `EngineSettings`.
             draw_accepted: see `Engine`.
             temperatures: divisors of the logits by calibration, from depth 0.
+
+        Raises:
+            UserError: the model does not give the logits of its own forward pass over pages; the
+                message names its family.
         """
+        settle_rotation(model)
+        avoided = special.never_emitted | ({mask_token_id} if mask_token_id is not None else set())
+        own = OwnForward.of(model, avoided=avoided, most=max_length)
         _replace_layers(model, attention, batch_invariant=batch_invariant)
         self.model = model
         self._banned = torch.tensor(
@@ -139,6 +151,24 @@ class ModelRunner:
         self._draw_accepted = draw_accepted
         self._temperatures = temperatures
         self._grammars = GrammarBudget()
+        own.check("over pages", partial(self._prompt_logits, own.tokens, attention.page_size))
+
+    @torch.inference_mode()
+    def _prompt_logits(self, tokens: list[int], page_size: int) -> Tensor:
+        """Return the logits behind a prompt's tokens but the last, computed in several steps."""
+        request = Request("check", tokens, DecodingOptions(1, num_prompt_logprobs=0))
+        request.pages = list(range(-(-len(tokens) // page_size)))  # nothing else holds any yet
+        found = []
+        for most in (PREFIX, 1, 2, len(tokens)):
+            if not request.scores_prompt:
+                break
+            row = ScheduledRow(request, min(most, request.num_uncached), (0,), reads_logits=False)
+            batch = build_batch([row], None, self._multiple_of)
+            output = self._forward(batch, None, next_tokens([row]))
+            found.append(self._forward.logits(output.scored))
+            request.num_cached += row.num_tokens
+            request.num_scored = request.num_cached
+        return torch.cat(found)
 
     def run(self, rows: Sequence[ScheduledRow]) -> list[Accepted | Exception]:
         """Run one step and wait for its results."""
@@ -203,7 +233,6 @@ class ModelRunner:
 def _replace_layers(model: PreTrainedModel, attention: Attention, *, batch_invariant: bool) -> None:
     """Replace a model's layers, in place, by those that steps run."""
     model.set_attn_implementation(ATTENTION_NAME)
-    settle_rotation(model)
     if isinstance(attention, PagedAttention):
         fix_shapes(model)
         reason = why_unmerged(model)

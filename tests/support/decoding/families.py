@@ -1,0 +1,54 @@
+"""The families of models that are tested, tiny random models of them, and their table."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from decoding.tiny_models import build_model
+
+_KNOWN = """
+arcee ernie4_5 exaone gemma glm4 glm4_moe gpt2 gpt_neox granite hunyuan_v1_dense llama ministral3
+mistral mixtral nemotron olmo2 olmoe opt phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3
+starcoder2
+"""
+_OTHERS = """
+apertus aria_text biogpt bitnet codegen dots1 ernie4_5_moe flex_olmo glm gptj granitemoe
+granitemoeshared helium hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 mellum
+minimax_m2 olmo persimmon phimoe sarvam_moe solar_open stablelm
+"""
+KNOWN, OTHERS = _KNOWN.split(), _OTHERS.split()
+"""Families that every run tests, and those that the full run adds."""
+
+_UNGROUPED = ("biogpt", "codegen", "gpt2", "gpt_neox", "gptj", "opt", "persimmon")
+"""Families in which each query head has a key/value head of its own."""
+_SETTINGS = {  # each family takes its own ones and leaves the others alone
+    "pad_token_id": 0,
+    "sliding_window": None,
+    "rotary_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_k": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+
+
+def build_family(family: str) -> PreTrainedModel:
+    """Build a tiny random model of a tested family."""
+    heads = {"num_key_value_heads": 4} if family in _UNGROUPED else {}
+    return build_model(family, **_SETTINGS, **heads)
+
+
+def family_table() -> list[str]:
+    """Return the lines of the documentation's table of families."""
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    rows = [f"| `{family}` | `{names[family]}` |" for family in sorted([*KNOWN, *OTHERS])]
+    return ["| `model_type` | class in transformers |", "| --- | --- |", *rows]
