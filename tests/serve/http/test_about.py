@@ -94,7 +94,8 @@ async def test_a_link_that_appears_later_shows_nothing_of_the_server(
     path = shutil.copytree(measured_dir, tmp_path / "model")
     model = model_at(path)
     (path / "README.md").unlink()
-    (path / "README.md").symlink_to("/proc/self/environ")
+    (tmp_path / "secret").write_text("secret")
+    (path / "README.md").symlink_to(tmp_path / "secret")
     about = await told(model)
     assert about["card"] is None
     assert about["missing"]["card"].startswith("model: the checkpoint: README.md is a link that")
