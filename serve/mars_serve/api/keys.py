@@ -83,7 +83,6 @@ class KeyRing:
         self._clock = clock
         self._looked_s = clock()
         self._stamp: _Stamp | None = None
-        """Stamp of the file that was read last, whether or not it could be used."""
         self._is_reading = False
         if settings.file is None:
             entries = settings.current_entries()
@@ -116,8 +115,7 @@ class KeyRing:
         """
         now_s = self._clock()
         path = self._settings.file
-        is_early = now_s - self._looked_s < self._settings.reload_s
-        if path is None or is_early or self._is_reading:
+        if path is None or self._is_reading or now_s - self._looked_s < self._settings.reload_s:
             return
         self._looked_s = now_s
         stamp = _stamp_of(path)

@@ -107,17 +107,16 @@ def read_served(settings: ModelSettings) -> Checkpoint:
     """Read the checkpoint of a model, the same in each process of its deployment.
 
     Raises:
-        UserError: a file cannot be used, or a path is a link, which may have led another process
-            elsewhere.
+        UserError: a file cannot be used, or a path is a link, which may have led others elsewhere.
     """
     from mars_platform.checkpoint.adapted import read_model
 
     for path in filter(None, (settings.path, settings.adapter)):
         if Path(path).is_symlink():
             raise UserError(
-                f"models: {settings.name}: {path} is a link that is not there on the machine where "
-                "the deployment was made, so that replicas could follow it to different models; "
-                f"mount it there, too, or name its target, which is {os.path.realpath(path)} now"
+                f"models: {settings.name}: {path} is a link that was not where the deployment "
+                "was made, so that replicas could follow it to different models; mount it there, "
+                f"too, or name its target, which is {os.path.realpath(path)} now"
             )
     return read_model(settings.path, settings.adapter)
 
@@ -156,8 +155,7 @@ class ServedModel:
     def root(self) -> str:
         """Hub id of the model; its name if it is a directory, whose path clients are not told."""
         path = self.settings.path
-        is_directory = self.checkpoint.path == Path(path)
-        return self.settings.name if is_directory else path.partition("@")[0]
+        return self.settings.name if self.checkpoint.path == Path(path) else path.partition("@")[0]
 
     @property
     def adapter_name(self) -> str | None:

@@ -117,10 +117,7 @@ def build_application(settings: ServeSettings) -> Application:
     """Build the application graph for ``serve.run``, with keys from the environment.
 
     All replicas get the checkpoints that links and hub ids lead to here and now: those that start
-    after a promotion have to fit the tokenizer of the ingress.
-
-    Raises:
-        UserError: a hub id cannot be resolved.
+    after a promotion have to fit the tokenizer of the ingress. `pin_model` tells of errors.
     """
     models = [_pinned(model) for model in settings.models]
     settings = settings.model_copy(update={"models": models, "keys": settings.keys.captured()})

@@ -277,10 +277,9 @@ def fetch_shared(reference: str) -> str:
 
 
 def copy_into(directory: Path, source: Path) -> None:
-    """Copy the files of ``source`` into ``directory``, following links within ``source``.
+    """Copy the files of ``source`` into ``directory``; links within ``source`` are followed.
 
-    Raises:
-        UserError: a link leads out of ``source``; nothing is copied.
+    Raises `UserError`, and copies nothing, if a link leads out of it.
     """
     refuse_links_out(source)
     shutil.copytree(source, directory, dirs_exist_ok=True)
