@@ -29,11 +29,17 @@ _RETRY_AFTER_S = 1
 _Found = TypeVar("_Found")
 
 
-class Turns:
-    """A number of turns, which keys take one after the other and one of them never all of."""
+class Line:
+    """Threads for which work waits by turns among keys, of which none ever has all.
 
-    def __init__(self, num: int) -> None:
+    Args:
+        num: Number of threads, and of turns at once.
+        name: Name of the threads.
+    """
+
+    def __init__(self, num: int, name: str) -> None:
         self._num = self._num_free = num
+        self._threads = ThreadPoolExecutor(num, name)
         self._most = 1
         """Turns that one key may have at once."""
         self._held = Counter[str]()
@@ -42,38 +48,54 @@ class Turns:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         """What waits, by key; the key whose turn was last is the last."""
 
-    async def take(self, caller: Caller) -> None:
-        """Wait for a turn, which lasts until `end`."""
+    async def take(self, caller: Caller) -> float:
+        """Wait for a turn, which lasts until `end` or `run`; return the time at which it began."""
         self._most = self._num if caller.is_alone else max(self._num - 1, 1)
-        turn = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        turn = loop.create_future()
         self._waiting.setdefault(caller.name, deque()).append(turn)
         self._give()
         try:
             await turn
         except asyncio.CancelledError:
             if not turn.cancelled():  # it came in the same instant
-                self.end(caller)
+                self.end(caller, loop.time())
             raise
+        return loop.time()
 
-    def end(self, caller: Caller, rest_s: float = 0.0) -> None:
-        """End a turn, so that others get it, and the same key when it has rested."""
+    def end(self, caller: Caller, begun_s: float) -> None:
+        """End a turn that began at a time; others get it, and the same key once it has rested.
+
+        So a key's texts take but a part of the processor and of the interpreter.
+        """
         self._num_free += 1
         self._held[caller.name] -= 1
-        if rest_s:
+        if not caller.is_alone:
             loop = asyncio.get_running_loop()
+            rest_s = _REST * (loop.time() - begun_s)
             self._rests[caller.name] = loop.time() + rest_s
             loop.call_later(rest_s, self._give)
         self._give()
 
+    async def run(self, caller: Caller, begun_s: float, work: Callable[[], _Found]) -> _Found:
+        """Do some work in a turn that began at a time, and end the turn.
+
+        Nothing stops a thread, so work whose request was cancelled keeps its turn.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            future = self._threads.submit(work)
+        except RuntimeError:  # no thread can start
+            self.end(caller, begun_s)
+            raise
+        future.add_done_callback(lambda _: loop.call_soon_threadsafe(self.end, caller, begun_s))
+        return await asyncio.wrap_future(future)
+
     def _give(self) -> None:
         now_s = asyncio.get_running_loop().time()
         while self._num_free:
-            due = (
-                key
-                for key in self._waiting
-                if self._held[key] < self._most and self._rests.get(key, 0.0) <= now_s
-            )
-            key = next(due, None)
+            keys = (key for key in self._waiting if self._rests.get(key, 0.0) <= now_s)
+            key = next((key for key in keys if self._held[key] < self._most), None)
             if key is None:
                 return
             turns = self._waiting.pop(key)
@@ -84,36 +106,6 @@ class Turns:
                 self._num_free -= 1
                 self._held[key] += 1
                 turn.set_result(None)
-
-
-class Line:
-    """Threads for which work waits by turns among keys."""
-
-    def __init__(self, name: str, num_threads: int) -> None:
-        self.turns = Turns(num_threads)
-        self.threads = ThreadPoolExecutor(num_threads, name)
-
-    def end(self, caller: Caller, begun_s: float) -> None:
-        """End a turn that began at a time on the event loop's clock, behind which its key rests.
-
-        So its texts take but a part of the processor and of the interpreter, whatever it sends.
-        """
-        taken_s = asyncio.get_running_loop().time() - begun_s
-        self.turns.end(caller, 0.0 if caller.is_alone else _REST * taken_s)
-
-    async def run(self, caller: Caller, begun_s: float, work: Callable[[], _Found]) -> _Found:
-        """Do some work in a turn that began at a time, and end the turn.
-
-        Nothing stops a thread, so work whose request was cancelled keeps its turn.
-        """
-        loop = asyncio.get_running_loop()
-        try:
-            future = self.threads.submit(work)
-        except RuntimeError:  # no thread can start
-            self.end(caller, begun_s)
-            raise
-        future.add_done_callback(lambda _: loop.call_soon_threadsafe(self.end, caller, begun_s))
-        return await asyncio.wrap_future(future)
 
 
 @dataclass(eq=False)
@@ -148,11 +140,10 @@ class TextThreads:
         self._room = room
         self._taken = Counter[str]()
         """Bytes by the name of the key whose bodies take them."""
-        self._line = Line("texts", _NUM_THREADS)
+        self._line = Line(_NUM_THREADS, "texts")
         # A long text takes a hundred times its own memory, so there is one at a time. It has a
         # thread of its own for shorter ones not to wait for it.
-        self._large = Line("large-texts", 1)
-        self._answers = Line("answers", _NUM_THREADS)
+        self._large = Line(1, "large-texts")
 
     @contextmanager
     def load(self, caller: Caller) -> Iterator[Load]:
@@ -183,8 +174,8 @@ class TextThreads:
         """Wait until a body that has arrived may be read, which lasts until `end`."""
         if load.size > _SHORT:
             line = self._large if load.is_large else self._line
-            await line.turns.take(load.caller)
-            load.line, load.begun_s = line, asyncio.get_running_loop().time()
+            load.begun_s = await line.take(load.caller)
+            load.line = line
 
     def end(self, load: Load) -> None:
         """Give back what a body takes, once its texts are read or it is given up."""
@@ -212,5 +203,5 @@ class TextThreads:
         """Do work that takes as long as on a text of ``size`` bytes: at once if that is short."""
         if size <= _SHORT:
             return work()
-        await self._answers.turns.take(caller)
-        return await self._answers.run(caller, asyncio.get_running_loop().time(), work)
+        begun_s = await self._line.take(caller)
+        return await self._line.run(caller, begun_s, work)

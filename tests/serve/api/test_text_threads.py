@@ -11,7 +11,7 @@ import pytest
 
 from mars_serve.api.errors import ApiError
 from mars_serve.api.keys import Caller
-from mars_serve.api.text_threads import LARGE, Load, TextThreads, Turns
+from mars_serve.api.text_threads import LARGE, Line, Load, TextThreads
 
 SHORT, MEDIUM = 4096, LARGE
 ROOM = 16 * LARGE
@@ -135,18 +135,18 @@ async def test_texts_are_read_again_after_no_thread_could_start(threads, size):
 
 @pytest.mark.parametrize("num", [1, 2, 3])
 async def test_no_turn_is_lost_or_given_twice_however_those_who_wait_leave(num):
-    turns, num_held, most = Turns(num), 0, 0
+    line, num_held, most = Line(num, "texts"), 0, 0
 
     async def use(caller: Caller) -> None:
         nonlocal num_held, most
-        await turns.take(caller)
+        begun_s = await line.take(caller)
         num_held += 1
         most = max(most, num_held)
         try:
             await asyncio.sleep(0)
         finally:
             num_held -= 1
-            turns.end(caller)
+            line.end(caller, begun_s)
 
     tasks = [asyncio.create_task(use((HOG, OTHER, THIRD)[index % 3])) for index in range(60)]
     for index in range(30):
@@ -154,7 +154,7 @@ async def test_no_turn_is_lost_or_given_twice_however_those_who_wait_leave(num):
         await asyncio.sleep(0)
     await asyncio.gather(*tasks, return_exceptions=True)
     for _ in range(num):
-        await asyncio.wait_for(turns.take(ALONE), HANG_S)
+        await asyncio.wait_for(line.take(ALONE), HANG_S)
     assert most == num
 
 
