@@ -102,7 +102,8 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of a token and the amount added to its logit."""
     min_tokens: int = 0
-    """Output tokens that must come before an end token or stop token may be chosen."""
+    """Output tokens that must come before an end token or stop token may be chosen; a grammar that
+    allows nothing else is excepted."""
     allowed_ids: bytes | None = None
     """Tokens that alone may be chosen, as `token_set` returns them; None for all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -146,12 +147,29 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True)
 class GrammarSpec:
-    """A grammar that the whole output, up to its end token, has to match."""
+    """A grammar that the output behind its thinking, up to its end token, has to match."""
 
     kind: GrammarKind
     text: str
     control_ids: frozenset[int] = frozenset()
     """Ids of the control tokens that it may ask for; those of clients may ask for none."""
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """Where an output's thinking begins and ends, for its budget or for a grammar behind it."""
+
+    begin: int
+    """Token that begins thinking."""
+    end: int
+    """Token that ends thinking."""
+    has_begun: bool
+    """Whether the prompt ends inside of thinking."""
+    may_begin: bool = True
+    """Whether the first token may begin thinking where a grammar holds; without one any token
+    may."""
+    budget: int | None = None
+    """Tokens of thinking behind which its end is forced; None for no limit."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +190,8 @@ class DecodingOptions:
     """Service tier; requests of a higher one are scheduled first."""
     sampling: Sampling = Sampling()
     grammar: GrammarSpec | None = None
+    thinking: Thinking | None = None
+    """The output's thinking, if it has a budget or if a grammar holds behind it."""
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end the output, as the model's own end tokens do; they are part of it."""
     ignore_eos: bool = False
@@ -203,7 +223,7 @@ class DecodingOptions:
     @cached_property  # since it is read for each row of each step
     def is_plain(self) -> bool:
         """Whether each token is simply the likeliest one."""
-        return self.sampling.is_plain and self.grammar is None
+        return self.sampling.is_plain and self.grammar is None and self.thinking is None
 
     @property
     def may_take_several(self) -> bool:

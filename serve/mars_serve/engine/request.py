@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # at run time these would load torch into processes that only
 
     from mars_serve.engine.sampling.grammar import Matcher
     from mars_serve.engine.sampling.sampler import Bias, TokenHistory
+    from mars_serve.engine.sampling.thinking_rules import ThinkingRules
     from mars_serve.engine.sampling.token_rules import TokenRules
 
 
@@ -89,6 +90,8 @@ class Request:
     """Biases of the logits, if there are any, set by the engine."""
     ends: Tensor | None = None
     """Tokens that may not be chosen before ``min_tokens``, if there are any, set by the engine."""
+    thinking: ThinkingRules | None = None
+    """What holds in the output's thinking, if that is bounded, set by the engine."""
     matcher: Matcher | None = None
     """Position of the output in the request's grammar, set by the engine."""
     num_scored: int = 0

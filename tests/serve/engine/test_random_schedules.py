@@ -33,6 +33,7 @@ from mars_serve.engine.decoding_options import (
     GrammarSpec,
     Outcomes,
     Sampling,
+    Thinking,
 )
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.outputs import StepOutput, TokenLogprob
@@ -94,6 +95,13 @@ _GRAMMARS = [
     GrammarSpec(GrammarKind.REGEX, "(ab|cd|[0-9]{2,3})*"),
     GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(_SCHEMA)),
 ]
+_THINKING = [
+    Thinking(9, 16, has_begun=True),
+    Thinking(9, 5, has_begun=False),
+    Thinking(15, 6, has_begun=True, budget=2),
+    Thinking(16, 9, has_begun=False, budget=0),
+    Thinking(9, 18, has_begun=True, may_begin=False, budget=4),
+]
 _SAMPLINGS = st.builds(
     Sampling,
     temperature=st.sampled_from([0.0, 0.5, 1.0, 1.5]),
@@ -128,6 +136,7 @@ _OPTIONS = st.builds(
     tier=st.sampled_from([Tier.DEFAULT, Tier.DEFAULT, *Tier]),
     sampling=st.one_of(st.just(Sampling()), st.just(Sampling()), _SAMPLINGS),
     grammar=st.sampled_from([None] * 5 + _GRAMMARS),
+    thinking=st.sampled_from([None] * 4 + _THINKING),
     stop_ids=st.sampled_from([frozenset(), frozenset(), frozenset({9, 14})]),
     num_logprobs=st.sampled_from([None, None, 0, 2]),
 ).map(_replayable)
@@ -232,6 +241,7 @@ def test_every_output_is_the_oracles(
         if request.finish_reason is not FinishReason.CANCELLED:
             assert request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
         _compare(request, found, solo)
+        seen["answers behind thinking"] += _ends_thinking(request, engine)
         passes = [output.tokens for output in found]
         assert request.tokens[request.num_prompt :] == [t for tokens in passes for t in tokens]
         if options.window is not None and options.mode is not Mode.EXACT:
@@ -255,8 +265,32 @@ def test_the_schedules_meet_what_they_are_about(engines: list[Engine], seen: Cou
     assert sum(seen[f"{Mode.EXACT}, {kind}, drafts accepted"] for kind in kinds) > 2
     assert sum(seen[f"{Mode.THRESHOLD}, {kind}, masks accepted"] for kind in kinds) > 20
     assert seen["lookup drafts"] > 3
+    assert seen["answers behind thinking"] > 3
     assert seen["threshold moved"] > 3
     assert seen["threshold moved, masks accepted"] > 0
+
+
+def _ends_thinking(request: Request, engine: Engine) -> bool:
+    """Return whether a grammar holds behind thinking; assert that it does, and that budgets do."""
+    thinking, grammar = request.options.thinking, request.options.grammar
+    if thinking is None:
+        return False
+    output = request.tokens[request.num_prompt :]
+    count, num_before = (0 if thinking.has_begun else None), 0
+    for index, token in enumerate(output):
+        if count is not None:
+            assert grammar is None or token not in SPECIAL.eos
+            count, num_before = (None if token == thinking.end else count + 1), index + 1
+        elif token == thinking.begin and (
+            grammar is None or (thinking.may_begin and index == num_before == 0)
+        ):
+            count, num_before = 0, index + 1
+        assert count is None or thinking.budget is None or count <= thinking.budget
+    if grammar is None:
+        return False
+    answer = output[num_before:]
+    assert engine.grammars.compile(grammar).matcher().advance(answer) == len(answer)
+    return 0 < num_before < len(output)
 
 
 def _count(seen: Counter[str], request: Request, outputs: list[StepOutput]) -> None:

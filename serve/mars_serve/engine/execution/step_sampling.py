@@ -25,6 +25,7 @@ from mars_serve.engine.sampling.sampler import (
     bias_of,
     log_probs_of,
 )
+from mars_serve.engine.sampling.thinking_rules import ThinkingRules
 from mars_serve.engine.sampling.token_rules import NoTokenLeft, TokenRules
 from mars_serve.engine.scheduled_row import ScheduledRow
 
@@ -52,7 +53,12 @@ def sampled_rows(rows: Sequence[ScheduledRow], grammars: StepGrammars) -> list[S
 
 def prepare(request: Request, vocabulary: int, ends: frozenset[int]) -> None:
     """Make what a request's choices need, with the model's end tokens; any thread may call this."""
-    sampling = request.options.sampling
+    sampling, options = request.options.sampling, request.options
+    if options.thinking is not None and request.thinking is None:
+        has_grammar = options.grammar is not None
+        request.thinking = ThinkingRules(
+            options.thinking, vocabulary, ends, has_grammar=has_grammar
+        )
     if sampling.needs_history and request.history is None:
         request.history = TokenHistory.of(request.tokens, request.num_prompt)
     if sampling.limits_tokens and request.rules is None:
@@ -67,11 +73,15 @@ def _sampled_parts(row: ScheduledRow, start: int, grammars: StepGrammars) -> Ite
     """Split a row's reads into its direct reads and those of each group of masks.
 
     Under a grammar, the group of the outcome that comes about goes on where the direct reads end;
-    the others are of no use. Without one, all are sampled together, without the tokens before them
-    that bad words may begin with: drafts that are forbidden fail their check.
+    the others are of no use. Without one, or while it waits for the end of thinking, all are
+    sampled together, without the tokens before them that bad words may begin with: drafts that are
+    forbidden fail their check.
     """
-    request, sampling = row.request, row.request.options.sampling
+    request, sampling, thinking = row.request, row.request.options.sampling, row.request.thinking
     length, num_output = len(request.tokens), request.num_output
+    is_delayed = thinking is not None and thinking.delays_grammar
+    has_grammar = request.matcher is not None and not is_delayed
+    may_run_out = thinking is not None and thinking.may_run_out(row.num_proposed)
 
     def part(begin: int, count: int, ahead: int, behind: Behind | None = None) -> SampledRow:
         is_alone = ahead > 0 and behind is None
@@ -83,8 +93,9 @@ def _sampled_parts(row: ScheduledRow, start: int, grammars: StepGrammars) -> Ite
             end_tokens=request.ends,
             history=request.history,
             bias=request.bias,
-            allow=_allow(request, None if is_alone else grammars),
-            allow_follows=request.matcher is not None or sampling.follows_output,
+            allow=_allow(request, None if is_alone else grammars, has_grammar=has_grammar),
+            allow_follows=has_grammar or may_run_out or sampling.follows_output,
+            has_grammar=has_grammar,
             behind=behind,
         )
 
@@ -94,19 +105,22 @@ def _sampled_parts(row: ScheduledRow, start: int, grammars: StepGrammars) -> Ite
     begin = start + row.num_proposed
     for outcome, count in enumerate(row.masks if row.num_group_proposals else ()):
         if count:
-            has_grammar = request.matcher is not None
             behind = Behind(checked, drafts[:outcome]) if has_grammar else None
             yield part(begin, count, outcome + 1, behind)
         begin += count
 
 
 def _allow(
-    request: Request, grammars: StepGrammars | None
+    request: Request, grammars: StepGrammars | None, *, has_grammar: bool
 ) -> Callable[[list[int]], Tensor | None] | None:
-    """Return `SampledRow.allow` of a row, or of a group of masks, which has no grammars."""
+    """Return `SampledRow.allow` of a row, or of a group of masks that stands alone, without
+    ``grammars``.
+    """
     by_grammar: Callable[[list[int]], Tensor | None] | None = None
-    if grammars is not None and request.matcher is not None:
+    if grammars is not None and has_grammar and request.matcher is not None:
         by_grammar = partial(grammars.allowed, request.matcher)
+    if grammars is not None and request.thinking is not None:
+        by_grammar = partial(request.thinking.allowed_after, by_grammar=by_grammar)
     rules = request.rules
     if rules is None:
         return by_grammar
@@ -162,15 +176,19 @@ def commit(request: Request, tokens: list[int]) -> int:
         PutOff: the grammar has no parser yet; nothing has changed.
         NoTokenLeft: rules allow no token.
     """
-    rules, count = request.rules, len(tokens)
+    rules, count, num_before = request.rules, len(tokens), 0
     if rules is not None:
         count = rules.num_allowed(_end_of_output(request, rules), tokens)
-        if count == 0:
-            raise NoTokenLeft
-    if request.matcher is not None:
-        count = request.matcher.advance(tokens[:count])
-        if count == 0:
-            raise GrammarError("it allows no token of this model")
+    if request.thinking is not None:
+        count, num_before = request.thinking.num_allowed(tokens[:count])
+    if count == 0 and tokens:
+        raise NoTokenLeft
+    if request.matcher is not None and num_before < count:
+        count = num_before + request.matcher.advance(tokens[num_before:count])
+        if count == 0:  # rules may forbid all that the grammar allows
+            raise GrammarError("it allows no token of this model") if rules is None else NoTokenLeft
+    if request.thinking is not None:
+        request.thinking.extend(tokens[:count])
     if request.history is not None:
         request.history.extend(tokens[:count])
     return count

@@ -280,6 +280,7 @@ def _again(sample: _Sample, name: str, *, to_the_end: bool) -> Request:
         tier=options.tier,
         sampling=options.sampling,
         grammar=options.grammar,
+        thinking=options.thinking,
         stop_ids=options.stop_ids,
         ignore_eos=options.ignore_eos,
     )

@@ -131,6 +131,9 @@ class SampledRow:
     them, bool [vocabulary], or None if the grammar does not match them; then all are allowed."""
     allow_follows: bool = True
     """Whether ``allow`` depends on those tokens."""
+    has_grammar: bool = False
+    """Whether ``allow`` knows a grammar; if that allows nothing but end tokens, they are chosen
+    before ``min_tokens``, too."""
     behind: Behind | None = None
     """Drafts that the row stands behind. If they are right, ``allow`` gets the tokens chosen there
     before the row's own; if not, the row is of no use, and its tokens are chosen without it."""
@@ -234,8 +237,12 @@ class _Pick(NamedTuple):
     @property
     def early_ends(self) -> Tensor | None:
         """End tokens that may not be chosen yet."""
-        is_early = self.row.num_output + self.depth < self.sampling.min_tokens
-        return self.row.end_tokens if is_early else None
+        if self.row.num_output + self.depth >= self.sampling.min_tokens:
+            return None
+        ends = self.row.end_tokens
+        if self.row.has_grammar and ends is not None and self.allowed is not None:
+            return ends if int(self.allowed[ends].sum()) < int(self.allowed.sum()) else None
+        return ends
 
     def kind(self) -> _Kind:
         sampling = self.sampling

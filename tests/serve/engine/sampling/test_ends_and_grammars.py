@@ -114,3 +114,34 @@ def test_output_is_in_its_grammar_in_every_mode(
                 assert len(tokens) == max_tokens
         reasons = {request.finish_reason for request in [*plain, *exact, *threshold]}
         assert (FinishReason.LENGTH if max_tokens == 9 else FinishReason.STOP) in reasons
+
+
+def test_a_complete_output_ends_before_min_tokens_in_every_mode(
+    engine: Engine, checkpoint: Checkpoint, prompts: list[list[int]]
+) -> None:
+    """A bias keeps end tokens from being the likeliest ones."""
+    bias = tuple((token, -50.0) for token in checkpoint.special.eos)
+    sampling = Sampling(min_tokens=9, logit_bias=bias)
+    grammar = GrammarSpec(GrammarKind.REGEX, "[0-9]{2,3}")
+    requests = [
+        Request(str(kind), list(prompts[0]), replace(kind, grammar=grammar, sampling=sampling))
+        for kind in (AR, *EXACT, THRESHOLD)
+    ]
+    outputs = run(engine, requests)
+    for request in requests:
+        assert request.finish_reason is FinishReason.STOP, outputs[request.id][-1].error
+        text = checkpoint.tokenizer.decode(output_of(request), skip_special_tokens=True)
+        assert re.fullmatch("[0-9]{3}", text), "it goes on while it may"
+
+
+def test_bad_words_are_to_blame_where_they_forbid_all_that_a_grammar_allows(
+    engine: Engine, checkpoint: Checkpoint, prompts: list[list[int]]
+) -> None:
+    plus, other = checkpoint.tokenizer.convert_tokens_to_ids(["+", "A"])
+    sampling = Sampling(bad_words=((plus,),), logit_bias=((other, 100.0),))
+    grammar = GrammarSpec(GrammarKind.REGEX, "[+]")
+    request = Request("r", list(prompts[0]), replace(AR, grammar=grammar, sampling=sampling))
+    (output,) = run(engine, [request])["r"]
+    assert output.error == (
+        "bad_words: they forbid all that may follow the output so far; leave some out"
+    )
