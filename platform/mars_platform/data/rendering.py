@@ -9,8 +9,10 @@ import hashlib
 import inspect
 import re
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, Literal
 
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -20,6 +22,7 @@ from mars_platform.errors import UserError, one_line
 
 _MISTRAL_CALLS = "[TOOL_CALLS]"
 _SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
+_JINJA = ImmutableSandboxedEnvironment()
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 """Stands behind a text that is to be continued while the template runs."""
 THINKING_BEGIN, THINKING_END = "<think>", "</think>"
@@ -167,6 +170,17 @@ def _answered(
     elif THINKING_END not in answer:
         answer = f"{space}{THINKING_END}\n\n{answer}"
     return prompt + answer + turn_end
+
+
+def variables_of(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
+    """Return the names in the code of a tokenizer's chat templates, without those of attributes."""
+    templates = tokenizer.chat_template or ""
+    names = set[str]()
+    for template in templates.values() if isinstance(templates, dict) else [templates]:
+        tokens = [each[1:] for each in _JINJA.lex(template) if each[1] != "whitespace"]
+        pairs = pairwise([("", ""), *tokens])
+        names |= {name for (_, before), (kind, name) in pairs if kind == "name" and before != "."}
+    return frozenset(names)
 
 
 def _render(

@@ -221,6 +221,7 @@ def _texts_of(message: ChatMessage) -> Iterator[str]:
         yield part.refusal if isinstance(part, RefusalPart) else part.text
     if isinstance(message, PastAssistantMessage):
         yield message.refusal or ""
+        yield from filter(None, (message.reasoning_content, message.reasoning))
         yield from _arguments_of(message)
 
 

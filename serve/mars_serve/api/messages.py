@@ -111,6 +111,10 @@ class PastAssistantMessage(BaseModel):
     role: Literal["assistant"]
     content: AnswerContent | None = None
     refusal: Text | None = None
+    reasoning_content: Text | None = None
+    """Thinking before the answer, which some chat templates repeat."""
+    reasoning: Text | None = None
+    """Another name of ``reasoning_content``, vLLM's."""
     name: Identifier | None = None
     tool_calls: _PastToolCalls | None = None
     audio: None = None
@@ -259,6 +263,9 @@ def _answer(message: PastAssistantMessage) -> dict[str, Any]:
     """Translate an assistant message, leaving out absent keys because templates test for them."""
     content = "" if message.content is None else _text_of(message.content)
     turn: dict[str, Any] = {"role": "assistant", "content": content or message.refusal or ""}
+    thinking = message.reasoning_content or message.reasoning
+    if thinking:  # templates know it by one of the names
+        turn |= {"reasoning_content": thinking, "reasoning": thinking}
     if message.tool_calls:
         turn["tool_calls"] = calls = [call.model_dump() for call in message.tool_calls]
         for call in calls:

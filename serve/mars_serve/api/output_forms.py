@@ -14,14 +14,14 @@ MAX_GRAMMAR_LENGTH = 65_536
 GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_LENGTH)]
 Alternative = Annotated[str, Field(min_length=1, max_length=1024)]
 Alternatives = Annotated[list[Alternative], Field(min_length=1, max_length=1024, fail_fast=True)]
-JsonSchema = dict[str, Any] | GrammarText
-"""JSON schema as an object or as text."""
+JsonSchema = dict[str, Any] | Flag | GrammarText
+"""JSON schema as an object, as a boolean or as text."""
 
 
 class NamedSchema(BaseModel):
     """OpenAI's wrapper around a schema; its other fields are ignored."""
 
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: dict[str, Any] | Flag = Field(alias="schema")
 
 
 class PlainFormat(BaseModel):

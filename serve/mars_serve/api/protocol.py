@@ -187,7 +187,11 @@ class GenerationRequest(Body):
     ) = None
     """Values added to the logits of tokens, by token id."""
     min_tokens: Annotated[int, Field(ge=0, le=_MAX_INT32, strict=True)] | None = None
-    """Number of output tokens before an end token or stop string may end the output."""
+    """Number of output tokens before an end token or stop string may end the output. One that is
+    complete by its grammar ends sooner."""
+    thinking_token_budget: Annotated[int, Field(ge=-1, le=_MAX_INT32, strict=True)] | None = None
+    """Number of tokens behind which the model's thinking is ended; -1, the default, sets no limit.
+    """
     ignore_eos: Flag | None = None
     """Go on behind the model's end tokens, which are then tokens like any other. Stop strings and
     ``stop_token_ids`` still end the output; with a grammar it is refused."""
@@ -254,9 +258,6 @@ class GenerationRequest(Body):
         ),
         "repetition_detection": Neutral(
             (), "repetitions end no output; use frequency_penalty or max_tokens"
-        ),
-        "thinking_token_budget": Neutral(
-            (-1,), "thinking is not told from the answer; use max_tokens"
         ),
         "watermarking": Neutral((False,), "outputs get no watermark"),
         "priority": Neutral((0,), "keys have tiers; use service_tier"),
@@ -400,6 +401,12 @@ class ChatCompletionRequest(GenerationRequest):
     """Return the model's thinking, too; true by default."""
     chat_template_kwargs: TemplateKwargs | None = None
     """Variables of the chat template, such as ``enable_thinking``."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
+    """How much the model thinks before it answers. It sets the variables ``enable_thinking``,
+    ``thinking`` and ``reasoning_effort`` that the chat template has; if there are none, the header
+    ``X-Marsray-Unknown-Fields`` names the field."""
     max_tokens: Count | None = None
     """Older name of ``max_completion_tokens``."""
     max_completion_tokens: Count | None = None
@@ -423,9 +430,6 @@ class ChatCompletionRequest(GenerationRequest):
         "audio": Neutral((), "answers are text"),
         "web_search_options": Neutral(
             (), "the server searches nothing; put what was found into a message"
-        ),
-        "reasoning_effort": Neutral(
-            ("none",), "efforts are the template's; use chat_template_kwargs"
         ),
         "verbosity": Neutral(("medium",), "the model decides; ask in a message"),
         "documents": Neutral(([],), "prompts have none; put them into a message"),

@@ -205,6 +205,8 @@ class AssistantMessage(Shape):
     refusal: None
     reasoning_content: str | None = None
     """Thinking that the model wrote before its answer; absent if it writes none."""
+    reasoning: str | None = None
+    """The same by another name, where the model's setting ``reasoning_fields`` has it."""
     tool_calls: list[ToolCall] | None = None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:  # importing torch takes seconds, and a replica's process does
     from mars_platform.checkpoint.directory import Checkpoint
     from mars_platform.data.prompt_encoding import PromptEncoder
     from mars_platform.data.thinking import ThinkingTokens
+
+_SWITCHES = {"enable_thinking", "thinking", "reasoning_effort"}
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,13 @@ class ServedModel:
             ids |= {thinking.begin, thinking.end}
         object.__setattr__(self, "thinking", thinking)
         object.__setattr__(self, "prompts", PromptEncoder(self.checkpoint.tokenizer, ids))
+
+    @cached_property
+    def switches(self) -> frozenset[str]:
+        """Variables of the chat template that turn thinking on and off, or say how much of it."""
+        from mars_platform.data.rendering import variables_of
+
+        return variables_of(self.checkpoint.tokenizer) & _SWITCHES
 
     @property
     def root(self) -> str:

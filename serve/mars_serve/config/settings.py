@@ -68,6 +68,9 @@ class AutoscalingSettings(OuterSettings):
     """Number of requests per replica that policy ``ongoing_requests`` aims at."""
 
 
+ReasoningField = Literal["reasoning_content", "reasoning"]
+
+
 class ModelSettings(Settings):
     """A served model."""
 
@@ -92,6 +95,8 @@ class ModelSettings(Settings):
     reasoning_parser: Literal["auto", "think", "none"] = "auto"
     """How thinking is told from answers: ``think`` by the tokens ``<think>`` and ``</think>``,
     ``auto`` the same if the chat template mentions one of them, and ``none`` not at all."""
+    reasoning_fields: tuple[ReasoningField, ...] = Field(("reasoning_content",), min_length=1)
+    """Names under which chats return thinking; ``reasoning`` is vLLM's, and both may be given."""
     num_replicas: int = Field(default=1, ge=1)
     """Number of replicas, each with its own engine."""
     autoscaling: AutoscalingSettings | None = None

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from mars_serve.api.bounds import num_bytes_of_chat
 from mars_serve.api.messages import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -65,6 +66,19 @@ def test_the_name_of_a_message_is_kept():
 def test_an_assistant_message_keeps_content_or_refusal(fields, content):
     answer = {"role": "assistant", "content": content}
     assert rendered({"role": "assistant", **fields}) == [answer]
+
+
+def test_thinking_reaches_the_template_by_both_names_and_counts():
+    answer = {"role": "assistant", "content": "Yes."}
+    both = {"reasoning_content": "Wet?", "reasoning": "Wet?"}
+    for name in both:
+        given = {**answer, name: "Wet?"}
+        assert rendered(given) == [answer | both]
+        short, long = (
+            num_bytes_of_chat(TypeAdapter(Messages).validate_python([each]), None, None)
+            for each in (answer, given)
+        )
+        assert long - short > len("Wet?")
 
 
 @pytest.mark.parametrize(

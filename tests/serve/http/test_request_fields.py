@@ -119,6 +119,26 @@ async def test_a_prompt_that_is_too_long_is_cut_to_fit(client, path, num_kept):
     assert answer["usage"]["prompt_tokens"] == expected
 
 
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_limit_that_nobody_sent_is_not_to_blame_at_the_end_of_the_context(client, path):
+    body = {key: value for key, value in BODIES[path].items() if key != "max_tokens"}
+
+    def with_tokens(text: str) -> dict[str, Any]:
+        given = {"messages": [{"role": "user", "content": text}]}
+        return {**body, **(given if path == CHAT else {"prompt": text})}
+
+    num_first = (await client.answer(path, {**with_tokens("a"), "max_tokens": 1}))["usage"]
+    text = "a" + "!" * (256 - num_first["prompt_tokens"])
+    long = with_tokens(text)
+    where = "messages" if path == CHAT else "prompt"
+    message = await client.refusal(path, long, 400, where)
+    assert message == f"{where}: 256 tokens leave no room for an output within this model's " + (
+        "limit of 256; shorten the prompt"
+    )
+    usage = (await client.answer(path, with_tokens(text[:-5]) | {"ignore_eos": True}))["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (251, 5)
+
+
 async def test_an_echo_repeats_what_is_left_of_a_prompt(client, tokenizer):
     ids = encode(tokenizer, PROMPT, add_special_tokens=True)
     for prompt in (PROMPT, ids):

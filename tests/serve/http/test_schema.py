@@ -107,7 +107,7 @@ VALUES = {
         *({}, "json", 5, None),
     ],
     "structured_outputs": [{"regex": "a"}, {}, {"jsn": 1}, {"json": 5}, None],
-    "guided_json": [{}, 5, "", "x" * 65_537],
+    "guided_json": [{}, True, 5, "", "x" * 65_537],
     "guided_regex": ["a", "", 5],
     "guided_grammar": ['start: "a"', "", 5],
     "guided_choice": [["a"], [], [""], "a", ["a"] * 1025, None],
@@ -131,7 +131,7 @@ VALUES = {
     "chat_template": [None, "x"],
     "documents": [[], [{}], None],
     "priority": [0, 1, False, None],
-    "thinking_token_budget": [-1, 5, None],
+    "thinking_token_budget": [-1, -2, 1.5, "5", True, None],
     "vllm_xargs": [{}, {"a": 1}, None],
     "best_of": [1, 0, "1", None],
     "suffix": ["", "x", None],
@@ -155,7 +155,7 @@ VALUES = {
     "tool_choice": ["none", "auto", "sometimes", 5, None],
     "tools": [[], [{}], None],
     "include_reasoning": [True, False, None, 1],
-    "reasoning_effort": ["none", "high", None],
+    "reasoning_effort": ["none", "high", "huge", 5, None],
     "verbosity": ["medium", "low"],
 }
 """Valid and invalid values of each field; validity depends neither on the model nor the limits."""

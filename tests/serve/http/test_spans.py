@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,7 +35,15 @@ NEXT = {
     ("tool_arguments", "</tool_call>"): "answer",
     ("tool_arguments", "<think>"): "thinking",
 }
-TEMPLATE = SHORT_TOOL_TEMPLATE + "{% if add_generation_prompt and thinks %}<think>{% endif %}"
+TEMPLATE = (
+    SHORT_TOOL_TEMPLATE.replace(
+        "{{ message.content or",
+        "{% if message.reasoning_content %}({{ message.reasoning_content"
+        " }}){% endif %}{{ message.content or",
+        1,
+    )
+    + "{% if add_generation_prompt and (thinks or thinking) %}<think>{% endif %}"
+)
 TOOLS = [{"type": "function", "function": {"name": "get"}}]
 BODY = {
     "model": "mars",
@@ -189,6 +198,91 @@ async def test_no_pass_goes_beyond_a_marker_and_a_stream_equals_the_whole(client
     message = answer["choices"][0]["message"]
     assert joined(events, "content") == (message["content"] or "")
     assert joined(events, "reasoning_content") == message["reasoning_content"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"guided_regex": "[a-z]{2,4}"}, "[a-z]{2,4}"),
+        ({"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}, ""),
+    ],
+)
+@pytest.mark.parametrize("thinks", [True, False])
+async def test_grammars_and_forced_calls_begin_behind_the_thinking(
+    client, bias, thinker, fields, pattern, thinks
+):
+    """A template that leaves it open lets the model think, too, if it begins to at once."""
+    begin, end = map(str, thinker.tokenizer.convert_tokens_to_ids(TAGS[:2]))
+    if not thinks:
+        bias, fields = {**bias, begin: 100.0}, {**fields, "thinking_token_budget": 9}
+    body = asked({**bias, end: 5.0}, 3, max_tokens=120, **fields)
+    body |= {"chat_template_kwargs": {"thinks": thinks}}
+    found = list[dict[str, Any]]()
+    for mode in (Mode.AR, Mode.EXACT, Mode.THRESHOLD):
+        asked_mode = {**body, "mode": mode, "confidence_threshold": LOW}
+        (choice,) = (await client.answer(CHAT, asked_mode))["choices"]
+        message = choice["message"]
+        assert message["reasoning_content"]
+        assert re.fullmatch(pattern, message["content"] or "")
+        assert bool(message.get("tool_calls")) == ("tools" in fields)
+        assert choice["finish_reason"] == ("tool_calls" if "tools" in fields else "stop")
+        events = await client.events(CHAT, asked_mode)
+        for name in ("reasoning_content", "content"):
+            assert joined(events, name) == (message[name] or "")
+        found.append(choice["logprobs"]["content"])
+    assert [each["token"] for each in found[1]] == [each["token"] for each in found[0]]
+    closed = {**body, "chat_template_kwargs": {"thinks": False, "enable_thinking": False}}
+    (choice,) = (await client.answer(CHAT, closed))["choices"]
+    assert "reasoning_content" not in choice["message"]
+
+
+@pytest.mark.parametrize("budget", [0, 3])
+async def test_thinking_ends_with_its_budget(client, bias, budget):
+    body = asked(bias, thinking_token_budget=budget, chat_template_kwargs={"thinks": True})
+    for mode in Mode:
+        choice = (await client.answer(CHAT, {**body, "mode": mode}))["choices"][0]
+        tokens = "".join("t" if s == "thinking" else "a" for _, s in walk(choice, "thinking"))
+        lengths = [len(run) - 1 for run in re.findall("t+", tokens)]  # without what ends it
+        assert max(lengths) == budget
+
+
+@pytest.mark.parametrize(
+    "names", [["reasoning_content"], ["reasoning"], ["reasoning", "reasoning_content"]]
+)
+async def test_thinking_comes_under_the_names_of_the_setting(make_client, bias, names):
+    body = asked(bias, chat_template_kwargs={"thinks": True})
+    async with make_client(reasoning_fields=names) as client:
+        (choice,) = (await client.answer(CHAT, body))["choices"]
+        events = await client.events(CHAT, body)
+    message = choice["message"]
+    assert [name for name in message if name.startswith("reasoning")] == names
+    assert {joined(events, name) for name in names} == {message[name] for name in names}
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+async def test_earlier_thinking_is_rendered_by_either_name(client, name):
+    turns = [*BODY["messages"], {"role": "assistant", "content": "8", name: "7 and one"}]
+    messages = [*turns, {"role": "user", "content": "And?"}]
+    ids = await client.ids_of(messages=messages)
+    text = (await client.answer("/detokenize", {"tokens": ids}))["prompt"]
+    assert "(7 and one)8" in text
+
+
+@pytest.mark.parametrize(
+    ("effort", "begins"), [("none", False), ("low", True), ("high", True), (None, False)]
+)
+async def test_an_effort_sets_the_switch_of_the_template(client, bias, effort, begins):
+    body = asked(bias, reasoning_effort=effort, return_token_ids=True, max_tokens=1)
+    response = await client.post(CHAT, json=body)
+    ids = response.json()["prompt_token_ids"]
+    text = (await client.answer("/detokenize", {"tokens": ids}))["prompt"]
+    assert text.endswith("<think>") == begins
+    assert "x-marsray-unknown-fields" not in response.headers
+    body |= {"chat_template_kwargs": {"thinking": not begins}}
+    ids = (await client.answer(CHAT, body))["prompt_token_ids"]
+    assert ((await client.answer("/detokenize", {"tokens": ids}))["prompt"]).endswith(
+        "<think>"
+    ) == (not begins), "a variable that is given counts before the effort"
 
 
 async def test_the_spans_of_several_outputs_are_added(client, bias):

@@ -8,7 +8,7 @@ import pytest
 
 from mars_serve.http.middleware.records import RequestRecord, UnknownFields
 from rest.api_keys import FakeClock
-from rest.rest_requests import BODIES
+from rest.rest_requests import BODIES, CHAT
 
 HEADER = "x-marsray-unknown-fields"
 
@@ -29,6 +29,17 @@ async def test_a_response_names_the_fields_that_the_server_ignored(client, path,
     first, second, last = (json.loads(message) for message in caplog.messages)
     assert name in first["unknown_fields"]
     assert "unknown_fields" not in {**second, **last}
+
+
+async def test_an_effort_that_the_template_does_not_know_is_named(client):
+    for effort in ("none", "high"):
+        body = {**BODIES[CHAT], "reasoning_effort": effort, "max_tokens": 2, "heat": 1}
+        response = await client.post(CHAT, json=body)
+        assert response.status_code == 200
+        assert response.headers[HEADER] == "heat, reasoning_effort"
+    await client.refusal(
+        CHAT, {**BODIES[CHAT], "reasoning_effort": "huge"}, 400, "reasoning_effort"
+    )
 
 
 async def test_names_can_end_neither_the_header_nor_the_line_of_the_log(client, caplog):

@@ -20,6 +20,7 @@ from mars_serve.engine.decoding_options import (
     GrammarSpec,
     Sampling,
     Spans,
+    Thinking,
     token_set,
 )
 
@@ -65,6 +66,7 @@ def decoding_options(
     limits: LimitSettings,
     *,
     spans: Spans | None = None,
+    thinking: Thinking | None = None,
     max_tokens: int,
     grammar: GrammarSpec | None,
     bad_words: BadWords = (),
@@ -93,6 +95,7 @@ def decoding_options(
         tier=Tier(tier),
         sampling=sampling,
         grammar=grammar,
+        thinking=thinking,
         stop_ids=stop_ids,
         ignore_eos=bool(body.ignore_eos),
         num_logprobs=body.num_logprobs,

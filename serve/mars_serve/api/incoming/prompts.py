@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mars_platform.data.prompt_encoding import Encoded, TooManyTokens
 from mars_platform.errors import UserError
@@ -187,11 +188,14 @@ class PromptReader:
             remedy = "leave it out, or set add_generation_prompt: false"
             raise invalid_value("continue_final_message", f"{reason}; {remedy}")
         most = None if is_cut else most_tokens(self.model, self.limits)
+        kwargs: Mapping[str, Any] | None = body.chat_template_kwargs
+        if isinstance(body, ChatCompletionRequest):
+            kwargs = template_kwargs(body, self.model)
         try:
             return self.model.prompts.chat(
                 messages_for_template(messages),
                 tools.template_tools if tools else None,
-                template_kwargs=body.chat_template_kwargs,
+                template_kwargs=kwargs,
                 add_generation_prompt=not continues if begins is None else begins,
                 continue_final_message=continues,
                 add_special_tokens=bool(body.add_special_tokens),
@@ -250,6 +254,15 @@ def size_of(body: GenerationRequest, num_bytes: int) -> int:
     has_ids = isinstance(body, CompletionRequest) and not isinstance(body.prompt, str)
     of_prompts = num_bytes * (_IDS_BYTES if has_ids else 1)
     return of_prompts + _BYTES_OF_WORD * len(body.bad_words or ())
+
+
+def template_kwargs(body: ChatCompletionRequest, model: ServedModel) -> dict[str, Any]:
+    """Return the variables that a body gives its chat template, by its effort or by name."""
+    effort = body.reasoning_effort
+    values = {"enable_thinking": effort != "none", "thinking": effort != "none"}
+    switches = () if effort is None else model.switches
+    by_effort = {name: values.get(name, effort) for name in switches}
+    return {**by_effort, **(body.chat_template_kwargs or {})}
 
 
 def check_prompt_ids(where: str, ids: Sequence[int], model: ServedModel, caller: Caller) -> None:
@@ -343,7 +356,11 @@ def checked_max_tokens(
         raise too_long(
             where, f"{num_prompt} tokens exceed this server's limit of {limits.prompt_tokens}"
         )
-    max_tokens = min(default, limits.output_tokens or default) if given is None else given
+    room = model.max_length - num_prompt
+    if given is None and room < 1:
+        reason = f"{num_prompt} tokens leave no room for an output within this model's limit of"
+        raise too_long(where, f"{reason} {model.max_length}; shorten the prompt")
+    max_tokens = min(default, limits.output_tokens or default, room) if given is None else given
     if limits.output_tokens is not None and max_tokens > limits.output_tokens:
         reason = f"{max_tokens} exceeds this server's limit of {limits.output_tokens}; lower it"
         raise invalid_value(field, reason)

@@ -10,6 +10,7 @@ from typing import Any
 
 from mars_serve.api.bounds import json_length
 from mars_serve.api.errors import invalid_value
+from mars_serve.api.json_schema import current_schema
 from mars_serve.api.output_forms import (
     MAX_GRAMMAR_LENGTH,
     SchemaFormat,
@@ -18,7 +19,23 @@ from mars_serve.api.output_forms import (
 from mars_serve.api.protocol import GenerationRequest
 from mars_serve.engine.decoding_options import GrammarKind, GrammarSpec
 
-_ANY_OBJECT = GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
+_ANY_OBJECT = GrammarSpec(
+    GrammarKind.LARK,
+    r"""start: object
+object: "{" w (pair ("," w pair)*)? "}"
+pair: STRING w ":" w value w
+array: "[" w (value w ("," w value w)*)? "]"
+value: object | array | STRING | NUMBER | "true" | "false" | "null"
+w: WS?
+WS: /[ \t\n\r]{1,20}/
+STRING: "\"" (GAP? CHARACTER)* GAP? "\""
+GAP: /( |\\[bfnrt]){1,20}/
+CHARACTER: /[^ \\"\x00-\x1f\x7f]|\\(["\\\/]|u[0-9a-fA-F]{4})/
+NUMBER: /-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/
+""",
+)
+"""Any JSON object. An unsure model may write nothing but white space, so its runs are bounded, in
+strings, too."""
 _REGEX_META = re.compile(r"([\\.+*?()|\[\]{}^$#&~-])")
 
 
@@ -56,17 +73,23 @@ def structure_of(body: GenerationRequest) -> Structure | None:
     return found[0] if found else None
 
 
-def json_schema_grammar(field: str, schema: dict[str, Any] | str) -> GrammarSpec:
-    """Return the grammar for a JSON schema, given as an object or as text.
+def json_schema_grammar(field: str, schema: dict[str, Any] | bool | str) -> GrammarSpec:
+    """Return the grammar for a JSON schema, given as an object, as a boolean or as text.
 
     Raises:
-        ApiError: status 400: the schema cannot be written as JSON, or is too long.
+        ApiError: status 400: the schema cannot be written as JSON, is too long, or is false.
     """
     if isinstance(schema, str):
-        return GrammarSpec(GrammarKind.JSON_SCHEMA, schema)
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError):  # the engine says what is wrong with it
+            return GrammarSpec(GrammarKind.JSON_SCHEMA, schema)
+    if schema is False:
+        raise invalid_value(field, "no JSON satisfies the schema false; give another")
+    schema = {} if schema is True else schema
     _check_length(field, "schema has", json_length(schema))
     try:
-        text = json.dumps(schema, allow_nan=False)
+        text = json.dumps(current_schema(schema), allow_nan=False)
     except ValueError as error:  # NaN and infinity, which Python's parser accepts
         raise invalid_value(field, "the schema has a number that is not finite") from error
     except RecursionError as error:

@@ -92,7 +92,7 @@ class ResponseBuilder:
         """Return the stream's event for one forward pass of a choice."""
         entry: dict[str, Any] = {"index": delta.choice.index}
         if self.is_chat:
-            entry["delta"] = _chat_delta(delta)
+            entry["delta"] = _chat_delta(delta, self.model.settings.reasoning_fields)
         else:
             entry["text"] = delta.text
         entry["logprobs"] = self._logprobs(delta.choice, delta.reported)
@@ -176,7 +176,7 @@ class ResponseBuilder:
         last = deltas[-1]
         entry: dict[str, Any] = {"index": last.choice.index}
         if self.is_chat:
-            entry["message"] = _message(deltas)
+            entry["message"] = _message(deltas, self.model.settings.reasoning_fields)
         else:
             entry["text"] = "".join(delta.text for delta in deltas)
         reported = [each for delta in deltas for each in delta.reported]
@@ -250,11 +250,11 @@ def _json_in_steps(value: Any, depth: int) -> bytes:
     return to_json(value)
 
 
-def _chat_delta(delta: Delta) -> dict[str, Any]:
+def _chat_delta(delta: Delta, reasoning_fields: Sequence[str]) -> dict[str, Any]:
     entry: dict[str, Any] = {"role": "assistant"} if delta.is_first else {}
     others: dict[str, Any] = {}
     if delta.reasoning:
-        others["reasoning_content"] = delta.reasoning
+        others |= dict.fromkeys(reasoning_fields, delta.reasoning)
     if delta.calls:
         others["tool_calls"] = [_call_chunk(call) for call in delta.calls]
     if not others:
@@ -264,7 +264,7 @@ def _chat_delta(delta: Delta) -> dict[str, Any]:
     return {**entry, **others}
 
 
-def _message(deltas: Sequence[Delta]) -> dict[str, Any]:
+def _message(deltas: Sequence[Delta], reasoning_fields: Sequence[str]) -> dict[str, Any]:
     """Return the assistant message that the parts of a choice make."""
     text = "".join(delta.text for delta in deltas)
     reasoning = "".join(delta.reasoning for delta in deltas)
@@ -276,7 +276,7 @@ def _message(deltas: Sequence[Delta]) -> dict[str, Any]:
         calls[part.index]["function"]["arguments"] += part.arguments
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
     if reasoning:
-        message |= {"content": text or None, "reasoning_content": reasoning}
+        message |= {"content": text or None, **dict.fromkeys(reasoning_fields, reasoning)}
     if calls:
         message |= {"content": text or None, "tool_calls": list(calls.values())}
     return message

@@ -16,6 +16,7 @@ from typing import Any
 
 from mars_serve.api.bounds import json_length
 from mars_serve.api.errors import invalid_value, shown
+from mars_serve.api.json_schema import current_schema
 from mars_serve.api.messages import NO_PARAMETERS, FunctionDefinition
 from mars_serve.api.tools.formats import LLAMA_TAG, PROBE_ID, CallFormat, Family
 
@@ -106,7 +107,7 @@ def _schema_text(function: FunctionDefinition | None) -> str:
     """Return the JSON schema of a function's arguments; without a function, of any object."""
     schema = _ANY_OBJECT if function is None else _schema_of(function)
     try:
-        return json.dumps({"x-guidance": _AS_RENDERED, **schema}, allow_nan=False)
+        return json.dumps({"x-guidance": _AS_RENDERED, **current_schema(schema)}, allow_nan=False)
     except ValueError as error:  # NaN and infinity, which Python's parser accepts
         reason = "a schema has a number that is not finite; use finite ones"
         raise invalid_value("tools", reason) from error

@@ -116,7 +116,8 @@ def _part(event: Any) -> Part:
         decoded = {key: mars.get(key) for key in ("mode", "confidence_threshold")}
         decoded["finish_reason"] = choice.finish_reason
     text = choice.delta.content or ""
-    thinking = (choice.delta.model_extra or {}).get("reasoning_content") or ""
+    extra = choice.delta.model_extra or {}
+    thinking = extra.get("reasoning_content") or extra.get("reasoning") or ""
     num_tokens = mars.get("tokens", int(bool(text or thinking)))  # other servers do not say
     return Part(text, num_tokens, thinking, decoded)
 

@@ -24,7 +24,7 @@ from mars_serve.api.incoming.prompts import (
     echoed_message,
     size_of,
 )
-from mars_serve.api.incoming.spans import spans_of
+from mars_serve.api.incoming.spans import spans_of, thinking_of
 from mars_serve.api.incoming.structure import Structure, structure_of
 from mars_serve.api.keys import Caller
 from mars_serve.api.limits import Places
@@ -176,13 +176,14 @@ class _Call:
             max_tokens = checked_max_tokens(
                 self.model, self.limits, prompt, self.body.limit, default_tokens
             )
-            spans = spans_of(self.body, self.model, prompt.tokens, tools, structure)
+            spans = spans_of(self.body, self.model, prompt.tokens, tools)
             options = decoding_options(
                 self.body,
                 self.model,
                 self.caller,
                 self.limits,
                 spans=spans,
+                thinking=thinking_of(self.body, self.model, prompt.tokens, structure),
                 max_tokens=max_tokens,
                 grammar=structure.grammar if structure else None,
                 bad_words=bad_words,
@@ -284,6 +285,14 @@ class _Call:
     def _deadline_s(self) -> float | None:
         return None if self.body.deadline_ms is None else self.body.deadline_ms / 1000
 
+    @property
+    def ignored_fields(self) -> Sequence[str]:
+        """Names of the body's fields that nobody knows, or that the model's template has not."""
+        unknown, body = self.body.unknown_fields, self.body
+        if not isinstance(body, ChatCompletionRequest) or body.reasoning_effort is None:
+            return unknown
+        return unknown if self.model.switches else (*unknown, "reasoning_effort")
+
     def problem(self, error: Exception, response: ResponseBuilder) -> ApiError:
         """Return the API error for one that ended the generation."""
         cause = cause_of(error)
@@ -326,7 +335,7 @@ async def _respond(
     call: _Call, response: ResponseBuilder, threads: TextThreads, unknown: UnknownFields
 ) -> Response:
     """Generate the text and return it whole or as a stream."""
-    headers = unknown.report(call.body.unknown_fields, call.record)
+    headers = unknown.report(call.ignored_fields, call.record)
     if call.body.stream:
         events = _events(call, response)
         first = await anext(events)  # an error before the first event gets its own status

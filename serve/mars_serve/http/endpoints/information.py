@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Literal
 
 from fastapi import APIRouter, Request, Response
+from fastapi.routing import APIRoute
 
 from mars_autoscale.policy.reports import Phase, ReplicaReport
 from mars_platform import __version__
@@ -97,6 +98,7 @@ def information_router(models: Mapping[str, ServedModel]) -> APIRouter:
     recent = [_recent_reports(model) for model in models.values()]
 
     @router.get("/health")
+    @router.get("/ping")
     async def health() -> Alive:
         """Report that the server runs."""
         return Alive(status="ok")
@@ -137,7 +139,14 @@ def information_router(models: Mapping[str, ServedModel]) -> APIRouter:
         """Return one model."""
         return _model_entry(find_model(models, model))
 
+    _answer_head(router)
     return router
+
+
+def _answer_head(router: APIRouter) -> None:
+    """Let each path answer HEAD, by which some load balancers probe; the server cuts the bodies."""
+    for route in [each for each in router.routes if isinstance(each, APIRoute)]:
+        router.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
 
 
 def find_model(models: Mapping[str, ServedModel], name: str) -> ServedModel:

@@ -15,7 +15,7 @@ from mars_serve.api.errors import ApiError
 from mars_serve.api.keys import Caller, KeyRing
 from mars_serve.http.page_files import page_files
 
-PUBLIC_PATHS = frozenset({"/health", "/ready", *page_files()})
+PUBLIC_PATHS = frozenset({"/health", "/ping", "/ready", *page_files()})
 _ADMIN = "admin"
 _POLICY_VIOLATION = 1008  # status code of the websocket protocol
 

@@ -25,7 +25,8 @@ if TYPE_CHECKING:  # OpenTelemetry is loaded only if tracing is on
 _log = logging.getLogger("marsray.requests")
 
 _ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
-_PROBES = {"/health", "/ready", "/metrics", "/admin/dashboard/events"}  # asked for again and again
+# asked for again and again
+_PROBES = {"/health", "/ping", "/ready", "/metrics", "/admin/dashboard/events"}
 _PATH_LENGTH = 200  # longest path in the log
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,14 @@ from pydantic import TypeAdapter
 from chat_families import tokenizer_of
 from mars_platform.checkpoint.directory import read_checkpoint
 from mars_serve.api.errors import ApiError
-from mars_serve.api.incoming.spans import spans_of
+from mars_serve.api.incoming.spans import spans_of, thinking_of
 from mars_serve.api.incoming.structure import structure_of
 from mars_serve.api.messages import Tools
-from mars_serve.api.protocol import ChatCompletionRequest
+from mars_serve.api.protocol import ChatCompletionRequest, CompletionRequest
 from mars_serve.api.tools import RequestTools, prepare_tools
 from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import ModelSettings
-from mars_serve.engine.decoding_options import Span, Spans
+from mars_serve.engine.decoding_options import Span, Spans, Thinking
 
 USER = {"role": "user", "content": "x"}
 TOOLS = [{"type": "function", "function": {"name": "get"}}]
@@ -49,8 +50,7 @@ def found_in(model: ServedModel, *, has_tools: bool = False, **fields: Any) -> S
         [turn.model_dump(include={"role", "content"}) for turn in body.messages],
         template_kwargs=body.chat_template_kwargs,
     )
-    tools = tools_of(model) if has_tools else None
-    return spans_of(body, model, prompt, tools, structure_of(body))
+    return spans_of(body, model, prompt, tools_of(model) if has_tools else None)
 
 
 def walked(spans: Spans, model: ServedModel, text: str) -> list[Span]:
@@ -72,7 +72,7 @@ def test_a_template_may_begin_the_thinking(make_model, prompt, start):
     model = make_model("qwen")
     tokens = model.checkpoint.tokenizer(prompt)["input_ids"]
     body = ChatCompletionRequest(model="m", messages=[USER])
-    assert spans_of(body, model, tokens, None, None).start is start
+    assert spans_of(body, model, tokens, None).start is start
 
 
 def test_markers_lead_from_span_to_span(make_model):
@@ -101,11 +101,39 @@ def test_only_models_that_think_have_spans_without_thresholds(make_model):
     assert found_in(make_model("qwen"), confidence_threshold=0.5).thresholds == {}
 
 
-def test_an_output_with_a_grammar_is_all_answer(make_model):
+@pytest.mark.parametrize(
+    ("prompt", "fields", "has_begun", "may_begin"),
+    [
+        ("a<think>\n", {}, True, True),
+        ("a", {}, False, True),
+        ("a<think>b</think>c", {}, False, True),  # the thinking of an earlier turn
+        ("a<think>\n\n</think>\n\n", {}, False, False),  # as with enable_thinking: false
+        ("a", {"chat_template_kwargs": {"enable_thinking": False}}, False, False),
+        ("a", {"continue_final_message": True}, False, False),
+    ],
+)
+def test_a_grammar_waits_for_thinking_that_has_begun_or_may_begin(
+    make_model, prompt, fields, has_begun, may_begin
+):
     model = make_model("qwen")
-    assert found_in(model, guided_regex="a+") is None
-    spans = found_in(model, guided_regex="a+", confidence_threshold={"answer": 0.5})
-    assert set(walked(spans, model, "<think>a</think>")) == {ANSWER}
+    tokens = model.checkpoint.tokenizer(prompt)["input_ids"]
+    body = ChatCompletionRequest(model="m", messages=[USER], guided_regex="a", **fields)
+    found = thinking_of(body, model, tokens, structure_of(body))
+    assert found == Thinking(*dataclasses.astuple(model.thinking), has_begun, may_begin)
+    other = CompletionRequest(model="m", prompt="x", guided_regex="a")
+    of_completion = thinking_of(other, model, tokens, structure_of(other))
+    assert of_completion == replace(found, may_begin=False)
+    assert thinking_of(body, make_model("llama"), tokens, structure_of(body)) is None
+
+
+def test_nothing_bounds_thinking_without_a_grammar_or_a_budget(make_model):
+    model = make_model("qwen")
+    for fields, budget in (({}, None), ({"thinking_token_budget": -1}, None), ({}, 0), ({}, 7)):
+        given = {"thinking_token_budget": budget, **fields}
+        body = ChatCompletionRequest(model="m", messages=[USER], **given)
+        found = thinking_of(body, model, [5], None)
+        assert (found and found.budget) == budget
+        assert (found is None) == (budget is None)
 
 
 @pytest.mark.parametrize(
@@ -122,10 +150,10 @@ def test_spans_that_cannot_occur_are_refused(make_model, family, fields, has_too
     assert (refusal.value.status, refusal.value.param) == (400, "confidence_threshold")
 
 
-def test_thinking_beside_a_grammar_is_refused(make_model):
-    message = r"^confidence_threshold: 'thinking' cannot occur beside guided_regex.* leave one"
-    with pytest.raises(ApiError, match=message):
-        found_in(make_model("qwen"), guided_regex="a", confidence_threshold={"thinking": 1})
+def test_a_budget_is_refused_where_thinking_is_not_told_from_answers(make_model):
+    body = ChatCompletionRequest(model="m", messages=[USER], thinking_token_budget=5)
+    with pytest.raises(ApiError, match=r"^thinking_token_budget: a budget needs .*; leave it out"):
+        thinking_of(body, make_model("llama"), [5], None)
 
 
 def test_thinking_is_refused_where_its_parser_is_off(make_model):

@@ -31,7 +31,6 @@ def chat_of(**fields: Any) -> ChatCompletionRequest:
 @pytest.mark.parametrize(
     ("fields", "kind", "text"),
     [
-        ({"response_format": {"type": "json_object"}}, "json_schema", {"type": "object"}),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
             "json_schema",
@@ -39,11 +38,17 @@ def chat_of(**fields: Any) -> ChatCompletionRequest:
         ),
         ({"structured_outputs": {"json": SCHEMA}}, "json_schema", SCHEMA),
         ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "json_schema", SCHEMA),
-        ({"structured_outputs": {"json_object": True}}, "json_schema", {"type": "object"}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": True}}},
+            "json_schema",
+            {},
+        ),
         ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
         ({"structured_outputs": {"grammar": 'start: "a"'}}, "lark", 'start: "a"'),
         ({"structured_outputs": {"choice": ["a", "b.c"]}}, "regex", r"a|b\.c"),
         ({"guided_json": SCHEMA}, "json_schema", SCHEMA),
+        ({"guided_json": True}, "json_schema", {}),
+        ({"guided_json": "true"}, "json_schema", {}),
         ({"guided_regex": "a+"}, "regex", "a+"),
         ({"guided_grammar": 'start: "a"'}, "lark", 'start: "a"'),
         ({"guided_choice": ["a", "b"]}, "regex", "a|b"),
@@ -64,6 +69,25 @@ def test_every_way_to_give_a_grammar_is_understood(make, fields, kind, text):
 )
 def test_plain_text_has_no_grammar(fields):
     assert structure_of(chat_of(**fields)) is None
+
+
+OLD = {"minimum": 0, "exclusiveMinimum": True, "maximum": 9, "exclusiveMaximum": False}
+NEW = {"exclusiveMinimum": 0, "maximum": 9}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (OLD, NEW),
+        ({"exclusiveMaximum": True}, {}),  # it says nothing without a bound
+        ({"properties": {"a": {"items": OLD}}}, {"properties": {"a": {"items": NEW}}}),
+        ({"anyOf": [OLD, {"$defs": {"b": OLD}}]}, {"anyOf": [NEW, {"$defs": {"b": NEW}}]}),
+        *[(kept, kept) for kept in (NEW, {"const": OLD}, {"enum": [OLD]}, {"properties": OLD})],
+    ],
+)
+def test_bounds_of_draft_4_become_those_of_later_drafts(given, expected):
+    for schema in (given, json.dumps(given)):
+        assert json.loads(structure_of(body_of(guided_json=schema)).grammar.text) == expected
 
 
 def test_an_empty_schema_still_requires_json():
@@ -94,6 +118,7 @@ def test_a_choice_matches_its_alternatives_and_nothing_else(choices):
             {"response_format": {"type": "json_object"}, "guided_json": {}},
             "^guided_json: response_format already",
         ),
+        ({"guided_json": False}, "^guided_json: no JSON satisfies the schema false"),
         ({"guided_json": {"const": float("nan")}}, "^guided_json: .* not finite"),
         ({"guided_json": {"const": "a" * MAX_GRAMMAR_LENGTH}}, "^guided_json: .* shorten it to"),
         ({"guided_choice": ["a" * 1000] * 100}, "^guided_choice: .* shorten them to"),

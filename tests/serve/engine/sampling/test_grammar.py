@@ -18,6 +18,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from decoding.grammar_specs import VOCABULARY, lark, regex, schema
 from mars_platform.data.prompt_encoding import control_tokens
 from mars_platform.errors import UserError
+from mars_serve.api.incoming.structure import structure_of
+from mars_serve.api.protocol import CompletionRequest
 from mars_serve.engine.decoding_options import GrammarKind, GrammarSpec
 from mars_serve.engine.sampling.grammar import (
     CompiledGrammar,
@@ -112,6 +114,31 @@ def soon_ready(method: Callable[[], Any]) -> Any:
     while True:
         with suppress(PutOff):
             return method()
+
+
+def test_an_object_of_any_shape_has_short_runs_of_white_space(
+    compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    body = CompletionRequest(model="m", prompt="x", response_format={"type": "json_object"})
+    grammar = compiler.compile(structure_of(body).grammar)
+    value = {
+        "a b": [1, -2.5e3, None, True, {"": 'x\n\ty  "q" \\ é\U0001f600\x01'}],
+        "c": {},
+        "d": [],
+    }
+    for text in (json.dumps(value, indent=2), json.dumps(value, ensure_ascii=False), "{}"):
+        tokens = [*encode(tokenizer, text), tokenizer.eos_token_id]
+        assert grammar.matcher().advance(tokens) == len(tokens)
+    spaces = {token for token in range(len(tokenizer)) if not tokenizer.decode([token]).strip()}
+    for start in ("{", '{"', '{"a": "b', '{"a":'):
+        matcher, output = grammar.matcher(), encode(tokenizer, start)
+        matcher.advance(output)
+        while len(output) < 100:
+            fitting = allowed(matcher)
+            output.append(next((token for token in fitting if token in spaces), fitting[0]))
+            matcher.advance(output[-1:])
+        runs = re.findall(r"(?:\s|\\[bfnrt])+", tokenizer.decode(output))
+        assert 1 < max(map(len, runs)) <= 20
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -14,8 +14,14 @@ from rest.rest_server import BrokenBackend, SingleEngineBackend, app_of, client_
 
 
 async def test_health_and_version_are_reported(client):
-    assert (await client.get("/health")).json() == {"status": "ok"}
+    for path in ("/health", "/ping"):
+        assert (await client.get(path)).json() == {"status": "ok"}
     assert (await client.get("/version")).json() == {"version": __version__}
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping", "/ready", "/version", "/v1/models"])
+async def test_what_can_be_read_answers_head(client, path):
+    assert (await client.head(path)).status_code == 200
 
 
 async def test_ready_reports_every_replica(client):

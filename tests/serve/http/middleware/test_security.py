@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 from collections.abc import Iterator
@@ -150,7 +151,8 @@ async def test_a_path_that_is_not_public_needs_a_key(keyed, path):
 
 
 async def test_public_paths_are_public_for_reading_only(keyed):
-    assert (await call(keyed, "/health"))[0] == 200
+    for path, method in itertools.product(("/health", "/ping"), ("GET", "HEAD")):
+        assert (await call(keyed, path, method))[0] == 200
     for method in ("POST", "OPTIONS", "DELETE"):
         assert (await call(keyed, "/health", method))[0] == 401
         assert (await call(keyed, "/health", method, key=PLAIN))[0] == 405
@@ -187,7 +189,7 @@ async def test_the_openapi_document_says_which_paths_need_a_key(keyed, app):
         for path, item in document["paths"].items()
         if item.get("get", {}).get("security") == []
     }
-    assert without == {"/health", "/ready"}
+    assert without == {"/health", "/ping", "/ready"}
     assert without | page_files().keys() == PUBLIC_PATHS
     assert "security" not in app.openapi()
 

@@ -19,7 +19,7 @@ export async function* passes(about, body, signal) {
     const delta = choice.delta ?? {};
     yield {
       text: delta.content ?? choice.text ?? "",
-      reasoning: delta.reasoning_content ?? "",
+      reasoning: delta.reasoning_content ?? delta.reasoning ?? "",
       calls: delta.tool_calls ?? [],
       tokens: event.mars?.tokens ?? 0,
       details: event.mars?.pass ?? null,
