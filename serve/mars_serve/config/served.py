@@ -117,9 +117,9 @@ def read_served(settings: ModelSettings) -> Checkpoint:
     for path in filter(None, (settings.path, settings.adapter)):
         if Path(path).is_symlink():
             raise UserError(
-                f"models: {settings.name}: {path} is a link that was not where the deployment "
-                "was made, so that replicas could follow it to different models; mount it there, "
-                f"too, or name its target, which is {os.path.realpath(path)} now"
+                f"models: {settings.name}: {path} is a link that was missing where the model "
+                "was deployed, so that replicas could follow it to different models; mount it "
+                f"there, too, or name its target, which is {os.path.realpath(path)} now"
             )
     return read_model(settings.path, settings.adapter)
 
