@@ -23,8 +23,6 @@ _NUM_TOKENS = 24
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 """Largest difference by the type of the logits, as a share of their spread. Rounding in dozens of
 layers of bfloat16 gives some hundredths, and layers that compute something else a half or more."""
-_LARGEST = 1000.0
-"""Logits are cut off at this size, beyond which some families put tokens that may not follow."""
 _REMEDY = "take a decoder of one of the families that docs/decoding.md lists"
 
 
@@ -54,9 +52,8 @@ class OwnForward:
             (_NUM_TOKENS + 8 * len(avoided),),
             generator=torch.Generator().manual_seed(0),
         )
-        tokens = [token for token in drawn.tolist() if token not in avoided][
-            : min(most, _NUM_TOKENS)
-        ]
+        tokens = [token for token in drawn.tolist() if token not in avoided]
+        tokens = tokens[: min(most, _NUM_TOKENS)]
         model.set_attn_implementation("eager")
         ids = torch.tensor([tokens], device=model.device)
         logits = model(input_ids=ids, use_cache=False).logits[0]
@@ -84,11 +81,10 @@ class OwnForward:
                 f"its forward pass fails {way} ({type(error).__name__}: {one_line(error)})"
             ) from error
         expected = self.logits[: len(found)]
-        errors = (_comparable(found) - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(
-            min=1e-9
-        )
-        allowed = _TOLERANCES.get(found.dtype, 0.2)
-        for part in errors.split([min(PREFIX, len(errors)), max(len(errors) - PREFIX, 0)]):
+        spread = expected.norm(dim=-1).clamp(min=1e-9)
+        errors = (_comparable(found) - expected).norm(dim=-1) / spread
+        allowed = _TOLERANCES.get(found.dtype, 1e-3)
+        for part in (errors[:PREFIX], errors[PREFIX:]):
             if len(part) and not part.median() <= allowed:
                 first = int((~(errors <= allowed)).nonzero()[0])
                 raise self._refusal(
@@ -102,6 +98,9 @@ class OwnForward:
 
 
 def _comparable(logits: Tensor) -> Tensor:
-    """Return logits around their mean, as float32 on the host; what is not finite counts 0."""
-    finite = logits.detach().float().cpu().nan_to_num(0.0, 0.0, 0.0).clamp(-_LARGEST, _LARGEST)
+    """Return logits around their mean, as float32 on the host; what is not finite counts 0.
+
+    Some families give tokens that may not follow a logit near the end of the type's range.
+    """
+    finite = logits.detach().float().cpu().nan_to_num(0.0, 0.0, 0.0).clamp(-1e3, 1e3)
     return finite - finite.mean(dim=-1, keepdim=True)

@@ -20,17 +20,9 @@ ATTENTION_NAME = "marsray_paged"
 
 AttendLayer = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """`Attention.attend` with the metadata of one step bound."""
-_UNKNOWN = (
-    "attention_mask",
-    "sliding_window",
-    "indices",
-    "block_indices",
-    "softcap",
-    "s_aux",
-    "sinks",
-    "position_bias",
-)
-"""Arguments by which layers ask for other than full causal attention."""
+_WINDOWS = ("attention_mask", "sliding_window", "indices", "block_indices")
+_SCORES = ("softcap", "s_aux", "sinks", "position_bias")
+"""Arguments by which layers ask for other than full causal attention, and for other scores."""
 _ATTEND: ContextVar[AttendLayer] = ContextVar("marsray_attend")
 
 
@@ -61,7 +53,7 @@ def _attention_function(
             window, or scores that are capped.
     """
     others["attention_mask"] = attention_mask
-    unknown = [name for name in _UNKNOWN if others.get(name) is not None]
+    unknown = [name for name in (*_WINDOWS, *_SCORES) if others.get(name) is not None]
     if unknown:
         raise NotImplementedError(f"its attention has {', '.join(unknown)}")
     layer: int = module.layer_idx  # type: ignore[assignment]
