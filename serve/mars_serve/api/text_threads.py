@@ -22,8 +22,8 @@ LARGE = 2**18
 """Bytes of the largest body that is read beside others; larger ones are read one at a time."""
 _SHORT = 4096  # bytes of a text that holds nobody up
 _NUM_THREADS = 2
-_REST = 2
-"""Times its length for which a key waits behind a turn, where there are other keys."""
+_REST = 1
+"""Times the length of a turn for which its key waits behind it, where there are other keys."""
 _RETRY_AFTER_S = 1
 
 _Found = TypeVar("_Found")
