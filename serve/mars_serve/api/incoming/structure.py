@@ -29,13 +29,13 @@ value: object | array | STRING | NUMBER | "true" | "false" | "null"
 w: WS?
 WS: /[ \t\n\r]{1,20}/
 STRING: "\"" (GAP? CHARACTER)* GAP? "\""
-GAP: /( |\\[bfnrt]){1,20}/
+GAP: /( |\\[bfnrt]){1,256}/
 CHARACTER: /[^ \\"\x00-\x1f\x7f]|\\(["\\\/]|u[0-9a-fA-F]{4})/
 NUMBER: /-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/
 """,
 )
 """Any JSON object. An unsure model may write nothing but white space, so its runs are bounded, in
-strings, too."""
+strings, too, where they may be the indentation of a program."""
 _REGEX_META = re.compile(r"([\\.+*?()|\[\]{}^$#&~-])")
 
 
@@ -80,10 +80,11 @@ def json_schema_grammar(field: str, schema: dict[str, Any] | bool | str) -> Gram
         ApiError: status 400: the schema cannot be written as JSON, is too long, or is false.
     """
     if isinstance(schema, str):
+        text = schema
         try:
-            schema = json.loads(schema)
+            schema = json.loads(text)
         except (ValueError, RecursionError):  # the engine says what is wrong with it
-            return GrammarSpec(GrammarKind.JSON_SCHEMA, schema)
+            return GrammarSpec(GrammarKind.JSON_SCHEMA, text)
     if schema is False:
         raise invalid_value(field, "no JSON satisfies the schema false; give another")
     schema = {} if schema is True else schema

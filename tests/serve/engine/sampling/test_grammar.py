@@ -124,7 +124,7 @@ def test_an_object_of_any_shape_has_short_runs_of_white_space(
     value = {
         "a b": [1, -2.5e3, None, True, {"": 'x\n\ty  "q" \\ é\U0001f600\x01'}],
         "c": {},
-        "d": [],
+        "d": ["\n" + 80 * " " + "x"],
     }
     for text in (json.dumps(value, indent=2), json.dumps(value, ensure_ascii=False), "{}"):
         tokens = [*encode(tokenizer, text), tokenizer.eos_token_id]
@@ -133,12 +133,14 @@ def test_an_object_of_any_shape_has_short_runs_of_white_space(
     for start in ("{", '{"', '{"a": "b', '{"a":'):
         matcher, output = grammar.matcher(), encode(tokenizer, start)
         matcher.advance(output)
-        while len(output) < 100:
+        while len(output) < 400:
             fitting = allowed(matcher)
             output.append(next((token for token in fitting if token in spaces), fitting[0]))
             matcher.advance(output[-1:])
-        runs = re.findall(r"(?:\s|\\[bfnrt])+", tokenizer.decode(output))
-        assert 1 < max(map(len, runs)) <= 20
+        text = tokenizer.decode(output)
+        assert len(re.match(r"\s*", text[1:])[0]) <= 20
+        runs = re.findall(r"(?:\s|\\[bfnrt])+", text)
+        assert 1 < max(map(len, runs)) <= 256
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
