@@ -453,6 +453,7 @@ class Matcher:
             self._is_shared = False
             self._ahead.clear()
             words = [token for token in self._taken if token not in self._vocabulary.end_ids]
+            self._num_ends = len(self._taken) - len(words)
             self._own = self._grammar.parser_behind(words)
             raise PutOff from error
 
