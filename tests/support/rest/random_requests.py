@@ -219,5 +219,6 @@ def draw_request(source: random.Random, tokenizer: PreTrainedTokenizerBase) -> d
         "messages": messages,
         **({} if continued else maybe(0.4, chat_template_kwargs={"opens_thinking": True})),
         **maybe(0.3, logprobs=True, top_logprobs=pick(0, 2)),
+        **maybe(0.2, thinking_token_budget=source.randint(0, 12)),
         **pick({"return_token_ids": True}, {"include_reasoning": False}, {}),
     }
