@@ -186,7 +186,7 @@ class OutputText:
 def _first_stop(text: str, num_old: int, strings: Sequence[str]) -> tuple[int, str] | None:
     """Return start and text of the stop string that ends first after ``num_old`` characters.
 
-    Of several that end at the same place, it is the longest.
+    If several end at the same place, it is the longest.
     """
     found = []
     for string in strings:

@@ -46,7 +46,7 @@ class Line:
         self._rests = dict[str, float]()
         """Time on the event loop's clock until which a key gets no turn."""
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """What waits, by key; the key whose turn was last is the last."""
+        """Turns that are waited for, by key; the key whose turn was last is the last."""
 
     async def take(self, caller: Caller) -> float:
         """Wait for a turn, which lasts until `end` or `run`; return the time at which it began."""
@@ -110,7 +110,7 @@ class Line:
 
 @dataclass(eq=False)
 class Load:
-    """What a request's body takes of the process until its texts are read."""
+    """Room and turn that a request's body takes until its texts are read."""
 
     caller: Caller
     size: int = 0
@@ -190,11 +190,10 @@ class TextThreads:
 
     async def read(self, load: Load, size: int, work: Callable[[], _Found]) -> _Found:
         """Do the last work on a body, which takes as long as on a text of ``size`` bytes."""
-        line = load.line
-        if line is None:
-            return await self.write(load.caller, size, work)
-        load.line = None  # the work has the turn now
+        line, load.line = load.line, None  # the work has the turn now
         try:
+            if line is None:
+                return await self.write(load.caller, size, work)
             return await line.run(load.caller, load.begun_s, work)
         finally:
             self.end(load)

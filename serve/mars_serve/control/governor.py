@@ -261,7 +261,7 @@ class Governor:
     def _hear(self, model: str, told: PublishedThreshold) -> None:
         """Take in a value that a caller knows, perhaps one of an earlier governor.
 
-        Of those the highest version is the latest. A pinned one counts more than what was decided
+        The highest version is the latest. A pinned one counts more than what was decided
         here without knowing it, and what was set by hand here counts more than any. What counts
         gets a version above both, whatever clocks say, so that every replica takes it.
         """

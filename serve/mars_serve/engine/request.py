@@ -91,7 +91,7 @@ class Request:
     ends: Tensor | None = None
     """Tokens that may not be chosen before ``min_tokens``, if there are any, set by the engine."""
     thinking: ThinkingRules | None = None
-    """What holds in the output's thinking, if that is bounded, set by the engine."""
+    """Rules of the output's thinking, if that is bounded, set by the engine."""
     matcher: Matcher | None = None
     """Position of the output in the request's grammar, set by the engine."""
     num_scored: int = 0

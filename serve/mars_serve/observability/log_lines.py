@@ -35,4 +35,6 @@ def json_line(value: object) -> str:
 
 
 def _printable(text: str) -> str:
+    if text.isprintable():  # as nearly all are
+        return text
     return "".join(each if each.isprintable() else json_line(each)[1:-1] for each in text)

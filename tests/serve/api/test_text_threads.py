@@ -232,3 +232,11 @@ def test_one_of_several_keys_takes_half_of_the_room(threads):
 def test_a_key_without_others_takes_all_the_room(threads):
     assert len(taken(threads, ALONE, 2 * LARGE)) == ROOM // LARGE // 2
     assert len(taken(threads, ALONE, LARGE)) == ROOM // LARGE, "small ones have as much again"
+
+
+async def test_a_body_takes_no_room_once_its_texts_are_read(threads):
+    for size in (SHORT, MEDIUM, LARGE + 1):
+        load = arriving(threads, HOG, size)
+        await threads.begin(load)
+        await threads.read(load, size, lambda: None)
+        assert load.size == 0

@@ -87,7 +87,7 @@ async def test_an_answer_does_not_depend_on_how_it_is_cut_into_passes(
 
 
 _MET = ["calls", "reasoning", "stop", "length", "tool_calls", "\ufffd", "\U0001f642"]
-"""What some of the answers have."""
+"""Traits that some of the answers have."""
 
 
 async def _differences(

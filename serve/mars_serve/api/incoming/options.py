@@ -180,7 +180,7 @@ def _mode(body: GenerationRequest, model: ServedModel, tier: ServiceTier) -> Mod
 def _window(body: GenerationRequest, model: ServedModel, mode: Mode) -> int | None:
     """Return the masks of each pass, or None to let the engine choose them.
 
-    What a request draws with a seed of its own would otherwise depend on the time that passes take.
+    Draws with a seed of the request would otherwise depend on the time that passes take.
     """
     metadata = model.checkpoint.metadata
     most = metadata.block_size if metadata else 0

@@ -86,8 +86,8 @@ def _may_begin(
 ) -> bool:
     """Return whether a grammar lets an output begin with thinking.
 
-    That of a completion does not, and no thinking belongs into an answer that goes on, or behind
-    the empty thinking with which templates say that there is to be none.
+    A completion's does not, and no thinking belongs into an answer that goes on, or behind the
+    empty thinking with which templates say that there is to be none.
     """
     if not isinstance(body, ChatCompletionRequest) or body.continue_final_message:
         return False

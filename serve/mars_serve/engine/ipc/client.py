@@ -48,7 +48,6 @@ _OVERDUE_S, _SILENT_S = 6.0, 15.0
 if its host loses power, no connection is closed."""
 _LOOK_S = 1.0
 """Seconds without an output after which a request looks whether its engine is still there."""
-
 _LAST_WORD_S = 2.0
 """Seconds within which an engine says what it has of a cancelled request."""
 
@@ -319,8 +318,9 @@ class EngineClient:
         self._cancelled[request_id] = stream
         try:
             async with asyncio.timeout(_LAST_WORD_S):
-                while request_id in self._cancelled:
-                    await stream.outputs.get()
+                output = await stream.outputs.get()  # the last may have come before
+                while isinstance(output, StepOutput) and output.finish_reason is None:
+                    output = await stream.outputs.get()
         except TimeoutError:
             _log.warning("the engine does not say how many tokens %s has", request_id)
         finally:
@@ -509,7 +509,7 @@ class EngineClient:
         self._is_closed = True
         self._detach()
         self._channel.close()
-        for stream in self._streams.values():
+        for stream in (*self._streams.values(), *self._cancelled.values()):
             died = EngineDied("the engine has stopped")
             died.had_begun = not stream.waits
             stream.outputs.put_nowait(died)

@@ -136,6 +136,24 @@ async def test_closing_the_iteration_frees_pages(make_loop: Loops) -> None:
     assert loop.is_alive
 
 
+async def test_a_request_cancelled_as_it_ends_waits_for_nothing_more(
+    make_loop: Loops, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop, request = make_loop(), long_request("whole", max_tokens=4)
+    request.is_streamed = False
+    task = asyncio.create_task(collect(loop, request))
+
+    def cancel() -> None:
+        if request.num_generated:  # its one output is being delivered
+            task.cancel()
+
+    loop.on_change = cancel
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert request.num_generated == 4
+    assert not caplog.records, "it would say that the engine does not answer"
+
+
 async def test_cancelling_a_waiting_request_leaves_the_running_one(make_loop: Loops) -> None:
     loop = make_loop(SlowEngine, max_num_seqs=1)
     running = await started(loop, long_request("running", max_tokens=6))
