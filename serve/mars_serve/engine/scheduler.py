@@ -12,7 +12,9 @@ request whose longest possible length fits the pool ends.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Callable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
 
 from mars_serve.engine.pages import PagePool, page_key, root_key
 from mars_serve.engine.request import MAX_AUDIT_DRAFTS, Request
@@ -65,6 +67,8 @@ class Scheduler:
         self.audit_positions = max_num_batched_tokens
         """Most positions of an audit in a step; at 0 audits keep their pages and wait."""
         self._num_arrived = 0
+        self._num_computed: dict[str, int] = {}
+        """Prompt tokens computed for each key that has prompts to compute, see `_by_turns`."""
         self._was_quarantine = False
         """Whether the last step was that of a request in quarantine."""
 
@@ -266,7 +270,7 @@ class Scheduler:
     def _plan(
         self, members: list[Request], masks: Mapping[Request, Masks], *, may_shrink: bool
     ) -> dict[Request, ScheduledRow]:
-        """Divide the step's positions: decoding requests first, then prompts, each in order.
+        """Divide the step's positions: decoding requests first, in order, then prompts by turns.
 
         So a long prompt never delays decoding requests. If the first request in order is still in
         its prompt, one position is reserved for it.
@@ -292,16 +296,37 @@ class Scheduler:
             if row := plan_row(request, budget):
                 plan[request] = row
                 budget -= row.num_positions
-        budget += num_reserved
         computed = set[bytes]()
-        for request in prompts:
-            if self._next_key(request) in computed:
+        for request in self._by_turns(prompts):
+            if request is members[0]:
+                budget += num_reserved
+            elif self._next_key(request) in computed:
                 continue
             if row := plan_row(request, budget):
                 plan[request] = row
                 budget -= row.num_positions
+                self._num_computed[request.key] += row.num_tokens
                 computed.update(self._computed_keys(row))
         return plan
+
+    def _by_turns(self, prompts: list[Request]) -> Iterator[Request]:
+        """Yield prompts by tier, then those of the key for which least was computed, in order.
+
+        So one key's many prompts hardly delay another's. A key without prompts is forgotten; when
+        it comes back, it goes first once.
+        """
+        before, keys = self._num_computed, {request.key for request in prompts}
+        least = min((before[key] for key in keys if key in before), default=1) - 1
+        counts = self._num_computed = {key: before.get(key, least) for key in keys}
+        for _, group in groupby(prompts, key=lambda request: request.rank):
+            queues = defaultdict[str, deque[Request]](deque)
+            for request in group:
+                queues[request.key].append(request)
+            while queues:
+                key = min(queues, key=lambda key: (counts[key], queues[key][0].arrival))
+                yield queues[key].popleft()
+                if not queues[key]:
+                    del queues[key]
 
     def _row(
         self, request: Request, fed: Masks, budget: int, *, may_shrink: bool

@@ -97,7 +97,7 @@ def test_every_step_keeps_the_rules(sizes: Sizes, count: int, source: random.Ran
 def _random_request(name: str, source: random.Random) -> Request:
     shared = [[5] * 24, [5] * 8 + [6] * 16, [7] * 24][source.randrange(3)]
     prompt = shared[: source.randint(0, 24)] + source.choices([0, 1], k=source.randint(1, 12))
-    return request_of(
+    request = request_of(
         name,
         prompt,
         source.randint(1, 20),
@@ -108,6 +108,8 @@ def _random_request(name: str, source: random.Random) -> Request:
         mode=source.choice([Mode.THRESHOLD, Mode.EXACT]),
         outcomes=source.choice([None, None, Outcomes.ALL, Outcomes.LAST]),
     )
+    request.key = source.choice("xyz")
+    return request
 
 
 def _check_step(steps: Steps, source: random.Random) -> None:
@@ -195,6 +197,24 @@ def test_a_long_prompt_never_holds_decoding_requests_up() -> None:
         rows = {row.request: row for row in steps.step(num_accepted=1)}
         assert all(rows[request].reads_logits for request in short)
         assert rows[long].num_tokens >= 24 - 2 * (2 + 4) or rows[long].reads_logits
+
+
+def test_the_prompts_of_one_key_hold_those_of_another_up_for_a_step_at_most() -> None:
+    scheduler = make_scheduler(500, max_num_seqs=20, max_num_batched_tokens=20)
+    steps = Steps(scheduler)
+    flood = [request_of(f"flood {number}", 40, 1) for number in range(10)]
+    steps.add(*flood)
+    steps.step()
+    for number in range(3):
+        short, long = request_of(f"short {number}", 5, 1), request_of(f"long {number}", 60, 1)
+        short.key, long.key = "other", "third"
+        steps.add(short, long)
+        steps.step()
+        assert short.num_cached == 5
+        for _ in range(6):  # the other keys take turns
+            steps.step()
+        assert long.num_cached == 60
+    assert [each.num_cached for each in flood[:6]] == [40] * 6  # in order
 
 
 def test_decoding_requests_never_hold_the_first_request_up() -> None:
