@@ -66,7 +66,10 @@ def prepare(request: Request, vocabulary: int, ends: frozenset[int]) -> None:
     if sampling.logit_bias and request.bias is None:
         request.bias = bias_of(sampling)
     if sampling.min_tokens and request.ends is None:
-        request.ends = torch.tensor(sorted(ends | request.options.stop_ids), dtype=torch.long)
+        early = ends | request.options.stop_ids
+        if options.thinking is not None and options.thinking.budget is not None:
+            early -= {options.thinking.end}  # the budget asks for it, though it may be a stop token
+        request.ends = torch.tensor(sorted(early), dtype=torch.long)
 
 
 def _sampled_parts(row: ScheduledRow, start: int, grammars: StepGrammars) -> Iterator[SampledRow]:

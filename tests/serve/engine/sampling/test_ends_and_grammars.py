@@ -18,6 +18,7 @@ from mars_serve.engine.decoding_options import (
     GrammarKind,
     GrammarSpec,
     Sampling,
+    Thinking,
 )
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import Request
@@ -54,6 +55,18 @@ def test_a_stop_token_ends_the_output_inside_a_run(
             else:
                 assert output_of(request) == output
     assert num_inside > 3
+
+
+def test_thinking_ends_with_its_budget_though_that_ends_an_output_of_less_than_min_tokens(
+    engine: Engine, prompts: list[list[int]]
+) -> None:
+    thinking = Thinking(begin=16, end=9, has_begun=True, may_begin=False, budget=1)
+    for kind in (AR, *EXACT, THRESHOLD):
+        options = replace(kind, sampling=Sampling(min_tokens=5), stop_ids=frozenset({9}))
+        request = Request("r", list(prompts[0]), replace(options, thinking=thinking))
+        run(engine, [request])
+        assert request.finish_reason is FinishReason.STOP
+        assert output_of(request)[1:] == [9]
 
 
 # Grammars

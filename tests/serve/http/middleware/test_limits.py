@@ -240,7 +240,7 @@ async def test_whole_characters_are_no_halves_of_pairs(client, text, is_ascii):
 
 async def test_the_response_to_a_wrong_method_names_the_right_ones(client):
     assert (await client.get(COMPLETIONS)).headers["allow"] == "POST"
-    assert (await client.post("/version", json={})).headers["allow"] == "GET"
+    assert (await client.post("/version", json={})).headers["allow"] == "GET, HEAD"
 
 
 async def test_an_unexpected_error_is_described_only_in_the_log(client, caplog):
