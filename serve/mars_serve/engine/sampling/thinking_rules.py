@@ -26,8 +26,11 @@ class ThinkingRules:
         """Tokens of the thinking that the output is in; None outside of thinking."""
         self._may_begin = thinking.may_begin or not has_grammar
         """Whether the next token may begin thinking."""
-        self._thoughts = torch.ones(vocabulary, dtype=torch.bool)
-        self._thoughts[list(ends) if has_grammar else []] = False
+        self._thoughts: Tensor | None = None
+        """Tokens that may be thought; None for all."""
+        if has_grammar:
+            self._thoughts = torch.ones(vocabulary, dtype=torch.bool)
+            self._thoughts[list(ends)] = False
         self._end = torch.zeros(vocabulary, dtype=torch.bool)
         self._end[thinking.end] = True
 
@@ -66,7 +69,8 @@ class ThinkingRules:
         """
         counts, count = self._counts(tokens), 0
         for token, (before, behind) in zip(tokens, pairwise(counts), strict=True):
-            if before is not None and not self._allowed(before)[token]:
+            allowed = None if before is None else self._allowed(before)
+            if allowed is not None and not allowed[token]:
                 break
             count += 1
             if self._has_grammar and before is not None and behind is None:
@@ -78,7 +82,7 @@ class ThinkingRules:
         self._count = self._counts(tokens)[-1]
         self._may_begin = self._may_begin and not (self._has_grammar and tokens)
 
-    def _allowed(self, count: int) -> Tensor:
+    def _allowed(self, count: int) -> Tensor | None:
         budget = self._thinking.budget
         return self._thoughts if budget is None or count < budget else self._end
 
