@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
+from heapq import heapify, heappop, heappush
 from itertools import groupby
 
 from mars_serve.engine.pages import PagePool, page_key, root_key
@@ -322,11 +323,13 @@ class Scheduler:
             queues = defaultdict[str, deque[Request]](deque)
             for request in group:
                 queues[request.key].append(request)
-            while queues:
-                key = min(queues, key=lambda key: (counts[key], queues[key][0].arrival))
+            turns = [(counts[key], queue[0].arrival, key) for key, queue in queues.items()]
+            heapify(turns)
+            while turns:
+                *_, key = heappop(turns)
                 yield queues[key].popleft()
-                if not queues[key]:
-                    del queues[key]
+                if queues[key]:
+                    heappush(turns, (counts[key], queues[key][0].arrival, key))
 
     def _row(
         self, request: Request, fed: Masks, budget: int, *, may_shrink: bool
