@@ -7,7 +7,71 @@ from pathlib import Path
 
 import pytest
 
+from mars_autoscale.audit import drift
+from mars_platform.data import prompt_encoding
+from mars_serve.api import bounds, protocol, text_threads
+from mars_serve.config.settings import AuditSettings, LimitSettings, ProxySettings, TierSettings
+from mars_serve.deploy import engine_clients, queue
+from mars_serve.engine.adaptive import audit_room, position_budget
+from mars_serve.engine.ipc import auditor, client, connections, listener
+from mars_serve.engine.sampling import grammar_trial
+from mars_serve.engine.sampling.grammar_budget import GrammarBudget
+from mars_serve.engine.settings import EngineSettings
+from mars_serve.http import app
+from mars_serve.http.middleware import bodies, headers
+from mars_serve.replica import watchdog
+
 ROOT = Path(__file__).resolve().parents[2]
+LIMITS, PROXY, TIERS = LimitSettings(), ProxySettings(), TierSettings()
+GRAMMARS, STEPS, KIB = grammar_trial.GrammarLimits(), GrammarBudget(), 2**10
+NUMBERS = {
+    "SECURITY.md": [
+        f"bodies of {LIMITS.body_bytes // KIB**2} MiB, JSON of {bodies._MAX_DEPTH} levels",
+        f"{LIMITS.choices} outputs a request, {LIMITS.stop_strings} stop strings",
+        f"{LIMITS.stop_characters} characters, {protocol._MAX_ALLOWED:,} allowed tokens",
+        f"{EngineSettings().max_requests:,} requests in an engine",
+        f"A request waits at most {LIMITS.queue_wait_s:.0f} s",
+        f"headers have {PROXY.request_wait_s:.0f} s to arrive",
+    ],
+    "docs/reliability.md": [
+        f"names are looked at every {engine_clients._POLL_S} s",
+        f"addresses asked for at most every {engine_clients._RETRY_S} s",
+        f"one every {connections._BEAT_S:.0f} s over each connection; {client._OVERDUE_S:.0f} s",
+        f"make it overdue, {client._SILENT_S:.0f} s lost",
+        f"{watchdog._OVERDUE_S:.0f} s, or twice the expected",
+        f"`engine.step_timeout_s` ({EngineSettings().step_timeout_s:.0f} s)",
+        f"{client._QUEUE_GRACE_S:.0f} s after `limits.queue_wait_s`",
+        f"doubles after {position_budget._FIRST_WAIT} steps",
+        f"{GRAMMARS.compile_s:.0f} s of CPU time and {GRAMMARS.compile_bytes // KIB**3} GiB",
+        f"{grammar_trial._WAIT_S:.0f} s without an answer",
+        f"on average {STEPS.step_s * 1000:.0f} ms of CPU time of a step",
+        f"more than {STEPS.light_s * 1000:.0f} ms wait; {GRAMMARS.step_s * 1000:.0f} ms for one",
+        f"{audit_room._MAX_POSITIONS} positions where nothing else runs",
+        f"lengthens a step by {audit_room._MAX_SLOWDOWN - 1:.0%}",
+        f"once {drift._FEW} outputs of others",
+        f"{auditor._CHECK_S:.0f} s for each verdict, {auditor._MAX_CHECKS} at once",
+        f"bodies over {text_threads._SHORT // KIB} KiB two at a time",
+        f"over {text_threads.LARGE // KIB} KiB one at a time",
+        f"room for {app._LARGE_BODIES} of the largest size",
+        f"{listener._TOKEN_SIZE} random bytes first, within {listener._HANDSHAKE_S:.0f} s",
+    ],
+    "docs/serving.md": [
+        f"`default` follows the live τ down to {TIERS.default_min_threshold}",
+        f"`flex` down to {TIERS.flex_min_threshold}",
+        f"`X-Request-Id` has at most {headers._MAX_ID} characters",
+        f"`limits.body_values` ({LIMITS.body_values:,})",
+        f"more than {bounds.BYTES_PER_TOKEN} bytes for each token",
+        f"more than {prompt_encoding._PIECE:,} characters",
+        f"holds at most {bounds.MAX_REPORTED:,} log-probabilities",
+        f"counts, or {queue._OBJECTIVE_S:.0f} s",
+        f"share: {AuditSettings().share}",
+        f"`proxy.request_wait_s` | {PROXY.request_wait_s:.0f} s |",
+        f"`proxy.connections` | {PROXY.connections:,} |",
+        f"`proxy.connections_per_address` | {PROXY.connections_per_address:,} |",
+        f"`limits.body_wait_s` | {LIMITS.body_wait_s:.0f} s |",
+    ],
+}
+"""What a page tells, with the numbers of the code."""
 NAMED = re.compile(r"`((?:tests/)?[\w/]*test_\w+\.py)(?:::(\w+))?`")
 
 
@@ -43,3 +107,9 @@ def test_every_line_of_the_promises_names_its_tests():
     text = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
     rows = [row for row in re.findall(r"^\|.*\|$", text, re.MULTILINE) if "---" not in row]
     assert [row for row in rows if not NAMED.search(row) and "| test |" not in row] == []
+
+
+@pytest.mark.parametrize("page", NUMBERS)
+def test_the_numbers_of_a_page_are_those_of_the_code(page):
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    assert [each for each in NUMBERS[page] if each not in text] == []

@@ -57,6 +57,11 @@ def test_every_alert_names_its_section_of_the_runbook(rules):
         assert alert["annotations"]["runbook"] == place
 
 
+def test_requests_that_were_sent_elsewhere_raise_an_alert(rules):
+    (alert,) = [rule for rule in rules if "moves_total" in rule["expr"]]
+    assert alert["alert"] == "MarsrayEnginesFail"
+
+
 def test_the_alerts_objective_is_that_of_the_service(rules):
     bounds = [float(each) for rule in rules for each in re.findall(r'le="([^"]+)"', rule["expr"])]
     assert set(bounds) == {AutoscalingSettings(max_replicas=1).objective_ttft_s}

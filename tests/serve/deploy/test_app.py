@@ -89,3 +89,7 @@ def test_a_server_with_keys_may_be_reachable():
     entry = {"name": "a", "sha256": "0" * 64}
     args = {**ARGS, "insecure": False, "keys": {"entries": [entry]}}
     assert "ingress" in deployments_of(args)
+
+
+def test_a_server_of_its_own_machine_needs_no_keys():
+    assert "ingress" in deployments_of({**ARGS, "insecure": False, "host": "127.0.0.1"})

@@ -27,7 +27,7 @@ from decoding.grammar_specs import regex
 from mars_autoscale.queueing.estimate import LateRule
 from mars_autoscale.queueing.grants import reserve_of
 from mars_platform.tier import Tier
-from mars_serve.config.settings import ModelSettings
+from mars_serve.config.settings import AutoscalingSettings, ModelSettings
 from mars_serve.deploy.backend import ReplicaBackend
 from mars_serve.deploy.queue import _SPARE_SHARE, Lease, RequestQueue
 from mars_serve.engine.ipc.client import DeadlineMissed, QueueFull, QueueTimeout
@@ -46,9 +46,9 @@ async def ingress(start) -> AsyncIterator[Ingress]:
     """Connect an ingress to replicas: ``await ingress(*replicas)``."""
     made = list[tuple[ReplicaHandle, ReplicaBackend]]()
 
-    async def make(*replicas: LocalReplica) -> ReplicaBackend:
+    async def make(*replicas: LocalReplica, model: ModelSettings = MODEL) -> ReplicaBackend:
         handle = ReplicaHandle(*replicas)
-        backend = ReplicaBackend(handle, MODEL, "app")
+        backend = ReplicaBackend(handle, model, "app")
         made.append((handle, backend))
         backend._clients.start()
         names = {each.name for each in replicas}
@@ -163,6 +163,17 @@ async def test_waiting_requests_go_by_tier_then_deadline_then_arrival(start, ing
     wanted = ["priority", "first", "second", "soon", "late", "flex"]
     assert ids_at(replica)[len(blocks) :] == wanted
     await assert_all_is_back(backend, replica)
+
+
+async def test_without_a_deadline_the_objective_of_the_model_counts(start, ingress) -> None:
+    slow = {"max_replicas": 1, "objective_ttft_s": 30.0}
+    model = MODEL.model_copy(update={"autoscaling": AutoscalingSettings(**slow)})
+    backend = await ingress(replica := start("a", max_num_seqs=1), model=model)
+    blocks = await block(backend, replica)
+    waiting = await spawn_waiting(backend, request("usual"), request("soon", deadline_s=20.0))
+    unblock(replica)
+    await asyncio.gather(*blocks, *waiting)
+    assert ids_at(replica)[len(blocks) :] == ["soon", "usual"]
 
 
 async def test_a_key_that_floods_leaves_room_for_another_that_is_active(start, ingress) -> None:

@@ -12,10 +12,12 @@ from prometheus_client.registry import Collector
 
 from decoding.local_engine_client import LocalEngineClient
 from mars_autoscale.policy.lengths import counts_of
+from mars_autoscale.policy.reports import Phase
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.method.mode import LiveDecoding, Mode
 from mars_platform.tier import Tier
 from mars_serve.engine.decoding_options import DecodingOptions, FinishReason
+from mars_serve.engine.ipc.messages import Condition
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
 from mars_serve.observability import ray_metrics, request_telemetry
@@ -118,6 +120,13 @@ async def test_the_live_threshold_is_that_of_the_engine(replica, loop):
     loop.set_live(LiveDecoding(0.625))
     found = values(replica, model="mars", replica="r1")
     assert found["marsray_confidence_threshold"] == 0.625
+
+
+async def test_an_overdue_engine_is_told_in_metric_and_report(replica, loop):
+    assert values(replica, model="mars", replica="r1")["marsray_engine_overdue"] == 0
+    loop.tell(Condition(is_overdue=True))
+    assert values(replica, model="mars", replica="r1")["marsray_engine_overdue"] == 1
+    assert replica.report().phase is Phase.OVERDUE
 
 
 def arrived(telemetry, name, **options):

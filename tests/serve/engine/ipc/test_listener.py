@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 import resource
 import socket
@@ -119,6 +120,23 @@ def test_a_wrong_token_ends_the_connection(echo: Echo, opened: ExitStack, change
     assert is_closed(stream)
     assert echo.channels == []
     assert answers(connected(echo.address, opened))
+
+
+def test_tokens_are_compared_in_constant_time(
+    echo: Echo, opened: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = list[tuple[bytes, bytes]]()
+    monkeypatch.setattr(hmac, "compare_digest", lambda *pair: compared.append(pair))
+    assert is_closed(raw(echo.address, opened, bytes(32)))
+    assert compared == [(bytes(32), echo.address.token)]
+
+
+def test_no_more_strangers_than_a_bound_are_waited_for(echo: Echo, opened: ExitStack) -> None:
+    silent = [raw(echo.address, opened) for _ in range(listening._MAX_UNKNOWN)]
+    assert is_closed(raw(echo.address, opened))
+    silent[0].close()
+    silent[1].sendall(echo.address.token)
+    assert answers(Channel(silent[1]))
 
 
 def test_half_a_token_then_the_end_is_a_wrong_token(echo: Echo, opened: ExitStack) -> None:

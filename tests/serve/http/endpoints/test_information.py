@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import openai
 import pytest
 
-from mars_autoscale.policy.reports import ReplicaReport
+from mars_autoscale.policy.reports import Phase, ReplicaReport
 from mars_platform import __version__
 from mars_serve.engine.ipc.client import EngineDied
 from mars_serve.http.endpoints.information import Readiness
@@ -32,6 +33,19 @@ async def test_ready_reports_every_replica(client):
     (state,) = body["models"]["mars"]
     assert (state["replica"], state["status"]["num_pages"]) == ("only", 128)
     Readiness.model_validate_json(response.text)  # as its schema says
+
+
+async def test_an_overdue_replica_is_named_while_another_answers(mars, loops):
+    class Overdue(SingleEngineBackend):
+        async def replicas(self) -> list[ReplicaReport]:
+            (found,) = await super().replicas()
+            return [found, replace(found, replica="silent", phase=Phase.OVERDUE)]
+
+    async with client_of(app_of(served("mars", mars, Overdue(loops["mars"])))) as client:
+        body = (await client.get("/ready")).json()
+    assert body["status"] == "ready"
+    states = {each["replica"]: each["overdue"] for each in body["models"]["mars"]}
+    assert states == {"only": False, "silent": True}
 
 
 async def test_replicas_are_asked_once_a_second_however_many_ask_without_a_key(mars, loops):

@@ -77,6 +77,15 @@ async def test_a_page_cannot_send_a_body_without_asking_the_browser_first(app):
         assert (status, answer["error"]["code"]) == (415, "unsupported_content_type")
 
 
+@pytest.mark.parametrize("method", ["OPTIONS", "POST"])
+async def test_no_answer_lets_a_page_of_another_origin_read_it(app, models, method):
+    keyed = app_of(*models, keys={"entries": [key_entry("one")]})
+    asked = (b"access-control-request-method", b"POST"), (b"authorization", b"Bearer one")
+    for each, origin in ((app, b"http://localhost:3000"), (keyed, b"https://other.example")):
+        start, *_ = await asgi.call(each, method, COMPLETIONS, [(b"origin", origin), *asked])
+        assert [name for name, _ in start["headers"] if name.startswith(b"access-control")] == []
+
+
 async def test_further_names_can_be_allowed(models):
     app = app_of(*models, allowed_hosts=["Box.local", "abcd"])
     for name, value in (

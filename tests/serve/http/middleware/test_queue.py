@@ -106,6 +106,15 @@ async def test_a_flood_of_one_key_leaves_room_for_another(mars, backend, stream)
         assert (await post(client, "hog")).status_code == 200, "the places are free again"
 
 
+async def test_several_ingress_replicas_have_even_shares_of_the_queue(mars, backend):
+    keys = {"entries": [key_entry("hog"), key_entry("other")]}
+    async with client_over(mars, backend, keys=keys, proxy={"num_replicas": 2}) as client:
+        hog = await flood(client, "hog", SIZE // 4)
+        assert set(refusals_of(hog)) == {(429, "rate_limit_exceeded")}
+        backend.go_on.set()
+        await asyncio.gather(*hog)
+
+
 @pytest.mark.parametrize("key", [None, "only"])
 async def test_a_single_key_fills_the_queue_and_a_full_engine_is_not_asked_again(
     mars, backend, key
