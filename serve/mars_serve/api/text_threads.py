@@ -43,8 +43,8 @@ class Line:
         self._most = 1
         """Turns that one key may have at once."""
         self._held = Counter[str]()
-        self._rests = dict[str, float]()
-        """Time on the event loop's clock until which a key gets no turn."""
+        self._num_rests = Counter[str]()
+        """Rests of a key that have not ended; it gets no turn before."""
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         """Turns that are waited for, by key; the key whose turn was last is the last."""
 
@@ -72,9 +72,12 @@ class Line:
         self._held[caller.name] -= 1
         if not caller.is_alone:
             loop = asyncio.get_running_loop()
-            rest_s = _REST * (loop.time() - begun_s)
-            self._rests[caller.name] = loop.time() + rest_s
-            loop.call_later(rest_s, self._give)
+            self._num_rests[caller.name] += 1
+            loop.call_later(_REST * (loop.time() - begun_s), self._end_rest, caller.name)
+        self._give()
+
+    def _end_rest(self, key: str) -> None:
+        self._num_rests[key] -= 1
         self._give()
 
     async def run(self, caller: Caller, begun_s: float, work: Callable[[], _Found]) -> _Found:
@@ -92,9 +95,8 @@ class Line:
         return await asyncio.wrap_future(future)
 
     def _give(self) -> None:
-        now_s = asyncio.get_running_loop().time()
         while self._num_free:
-            keys = (key for key in self._waiting if self._rests.get(key, 0.0) <= now_s)
+            keys = (key for key in self._waiting if not self._num_rests[key])
             key = next((key for key in keys if self._held[key] < self._most), None)
             if key is None:
                 return

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+import uvloop
 
 from mars_serve.api.errors import ApiError
 from mars_serve.api.keys import Caller
@@ -181,6 +182,18 @@ async def test_a_key_rests_behind_each_turn_unless_it_is_alone(threads):
 
     assert await pause_s(HOG) > 0.09
     assert await pause_s(ALONE) >= 0.05
+
+
+def test_every_rest_ends_on_the_event_loop_of_the_proxies():
+    """The clock of uvloop has steps of a millisecond, so a timer may fire before its time."""
+
+    async def rest(line: Line) -> None:
+        for _ in range(40):
+            begun_s = await asyncio.wait_for(line.take(HOG), HANG_S)
+            await asyncio.sleep(0.003)
+            line.end(HOG, begun_s)
+
+    uvloop.run(rest(Line(1, "texts")))
 
 
 async def test_a_client_that_reads_its_answer_slowly_holds_no_turn(threads):
