@@ -8,6 +8,7 @@ may have as much as is free. So one that is alone fills half of it, and others a
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,9 @@ LARGE = 2**18
 _SHORT = 4096  # bytes of a text that holds nobody up
 _NUM_THREADS = 2
 _REST = 1
-"""Times the length of a turn for which its key waits behind it, where there are other keys."""
+"""Times the length of a turn for which its key waits behind it, where other keys are active."""
+_ACTIVE_S = 10.0
+"""Seconds for which a key counts as active behind its last request."""
 _RETRY_AFTER_S = 1
 
 _Found = TypeVar("_Found")
@@ -35,10 +38,12 @@ class Line:
     Args:
         num: Number of threads, and of turns at once.
         name: Name of the threads.
+        has_others: Whether keys other than a caller's are active.
     """
 
-    def __init__(self, num: int, name: str) -> None:
+    def __init__(self, num: int, name: str, has_others: Callable[[Caller], bool]) -> None:
         self._num = self._num_free = num
+        self._has_others = has_others
         self._threads = ThreadPoolExecutor(num, name)
         self._most = 1
         """Turns that one key may have at once."""
@@ -50,7 +55,7 @@ class Line:
 
     async def take(self, caller: Caller) -> float:
         """Wait for a turn, which lasts until `end` or `run`; return the time at which it began."""
-        self._most = self._num if caller.is_alone else max(self._num - 1, 1)
+        self._most = max(self._num - 1, 1) if self._has_others(caller) else self._num
         loop = asyncio.get_running_loop()
         turn = loop.create_future()
         self._waiting.setdefault(caller.name, deque()).append(turn)
@@ -70,7 +75,7 @@ class Line:
         """
         self._num_free += 1
         self._held[caller.name] -= 1
-        if not caller.is_alone:
+        if self._has_others(caller):
             loop = asyncio.get_running_loop()
             self._num_rests[caller.name] += 1
             loop.call_later(_REST * (loop.time() - begun_s), self._end_rest, caller.name)
@@ -142,14 +147,18 @@ class TextThreads:
         self._room = room
         self._taken = Counter[str]()
         """Bytes by the name of the key whose bodies take them."""
-        self._line = Line(_NUM_THREADS, "texts")
+        self._active = dict[str, float]()
+        """Time of each key's last request; the last one is the last."""
+        self._line = Line(_NUM_THREADS, "texts", self._has_others)
         # A long text takes a hundred times its own memory, so there is one at a time. It has a
         # thread of its own for shorter ones not to wait for it.
-        self._large = Line(1, "large-texts")
+        self._large = Line(1, "large-texts", self._has_others)
 
     @contextmanager
     def load(self, caller: Caller) -> Iterator[Load]:
         """Yield the load of a body that is to arrive; the block ends it if nothing else does."""
+        self._active.pop(caller.name, None)
+        self._active[caller.name] = time.monotonic()
         load = Load(caller)
         try:
             yield load
@@ -206,3 +215,7 @@ class TextThreads:
             return work()
         begun_s = await self._line.take(caller)
         return await self._line.run(caller, begun_s, work)
+
+    def _has_others(self, caller: Caller) -> bool:
+        others = (at for name, at in reversed(self._active.items()) if name != caller.name)
+        return time.monotonic() - next(others, float("-inf")) < _ACTIVE_S

@@ -45,7 +45,10 @@ def create_app(
     """
     telemetry = IngressTelemetry(models, replica or "ingress")
     # A redirect would contain the host name that the request sent.
-    app = FastAPI(title="marsray", version=__version__, redirect_slashes=False)
+    # FastAPI's own pages would load scripts of other hosts into the origin of /admin
+    app = FastAPI(
+        title="marsray", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None
+    )
     add_error_handlers(app, Random().random)
     places = _places(models, settings)
     threads = TextThreads(_LARGE_BODIES * settings.limits.body_bytes)

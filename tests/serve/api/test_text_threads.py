@@ -24,7 +24,12 @@ HOG, OTHER, THIRD = (Caller(name, is_alone=False) for name in ("hog", "other", "
 
 @pytest.fixture
 def threads() -> TextThreads:
-    return TextThreads(ROOM)
+    """Threads for keys of which several are active."""
+    threads = TextThreads(ROOM)
+    for caller in (HOG, OTHER):
+        with threads.load(caller):
+            pass
+    return threads
 
 
 async def read(
@@ -136,7 +141,7 @@ async def test_texts_are_read_again_after_no_thread_could_start(threads, size):
 
 @pytest.mark.parametrize("num", [1, 2, 3])
 async def test_no_turn_is_lost_or_given_twice_however_those_who_wait_leave(num):
-    line, num_held, most = Line(num, "texts"), 0, 0
+    line, num_held, most = Line(num, "texts", lambda caller: caller is not ALONE), 0, 0
 
     async def use(caller: Caller) -> None:
         nonlocal num_held, most
@@ -170,18 +175,23 @@ async def test_the_json_of_one_body_of_a_key_is_read_at_a_time(threads):
     await asyncio.wait_for(waiting, HANG_S)
 
 
-async def test_a_key_rests_behind_each_turn_unless_it_is_alone(threads):
-    async def pause_s(caller: Caller) -> float:
+async def test_a_key_whose_others_are_idle_has_all_threads():
+    threads, both = TextThreads(ROOM), threading.Barrier(2, timeout=HANG_S)
+    await asyncio.gather(*(read(threads, HOG, MEDIUM, both.wait) for _ in range(2)))
+
+
+async def test_a_key_rests_behind_each_turn_while_others_are_active(threads):
+    async def pause_s(threads: TextThreads) -> float:
         ends_s = list[float]()
         for _ in range(2):
-            load = arriving(threads, caller, LARGE + 1)
+            load = arriving(threads, HOG, LARGE + 1)
             await threads.begin(load)
             ends_s.append(time.monotonic())
             await threads.read(load, LARGE + 1, lambda: time.sleep(0.05))
         return ends_s[1] - ends_s[0]
 
-    assert await pause_s(HOG) > 0.09
-    assert await pause_s(ALONE) >= 0.05
+    assert await pause_s(threads) > 0.09
+    assert await pause_s(TextThreads(ROOM)) >= 0.05
 
 
 def test_every_rest_ends_on_the_event_loop_of_the_proxies():
@@ -193,7 +203,7 @@ def test_every_rest_ends_on_the_event_loop_of_the_proxies():
             await asyncio.sleep(0.003)
             line.end(HOG, begun_s)
 
-    uvloop.run(rest(Line(1, "texts")))
+    uvloop.run(rest(Line(1, "texts", lambda _: True)))
 
 
 async def test_a_client_that_reads_its_answer_slowly_holds_no_turn(threads):

@@ -59,6 +59,8 @@ async def test_head_tells_the_length_and_no_other_method_is_taken(client):
         "/pages//common/style.css",
         "/pages/playground/index.html",
         "/pages/common/style.css/",
+        "/docs",
+        "/redoc",
     ],
 )
 async def test_no_other_file_is_served(models, path):
