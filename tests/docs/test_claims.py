@@ -71,7 +71,7 @@ NUMBERS = {
         f"`limits.body_wait_s` | {LIMITS.body_wait_s:.0f} s |",
     ],
 }
-"""What a page tells, with the numbers of the code."""
+"""Phrases of the pages, each with the numbers that the code has for it."""
 NAMED = re.compile(r"`((?:tests/)?[\w/]*test_\w+\.py)(?:::(\w+))?`")
 
 

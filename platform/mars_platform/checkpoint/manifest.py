@@ -239,6 +239,8 @@ def own_files(directory: Path) -> Iterator[str]:
 
 def _local_files(directory: Path) -> Iterator[str]:
     def unreadable(error: OSError) -> None:
+        if isinstance(error, FileNotFoundError) and error.filename != os.fspath(directory):
+            return  # the directory of a file that was being replaced, see `files.replacing`
         raise Damaged(f"{error.filename} cannot be read ({error.strerror})") from error
 
     for folder, folders, files in os.walk(directory, onerror=unreadable):

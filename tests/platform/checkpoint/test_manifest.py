@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import tracemalloc
 import uuid
 
@@ -11,11 +12,13 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
+from mars_platform.checkpoint.files import write_whole
 from mars_platform.checkpoint.manifest import (
     MANIFEST,
     MEASURED,
     Damaged,
     describe_all,
+    own_files,
     read_manifest,
     verify,
 )
@@ -229,3 +232,21 @@ def test_a_directory_in_the_manifests_place_is_refused(tmp_path):
     (tmp_path / MANIFEST).mkdir()
     with pytest.raises(Damaged, match=r"cannot be read \(IsADirectoryError\)"):
         verify(LOCAL, str(tmp_path))
+
+
+def test_a_directory_is_read_while_its_files_are_replaced(tmp_path):
+    write_whole(tmp_path, "a.json", "{}")
+    has_ended = threading.Event()
+
+    def write() -> None:
+        while not has_ended.is_set():
+            write_whole(tmp_path, "a.json", "{}")
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(300):
+            assert "a.json" in set(own_files(tmp_path))
+    finally:
+        has_ended.set()
+        writer.join()

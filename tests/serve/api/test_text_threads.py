@@ -181,17 +181,13 @@ async def test_a_key_whose_others_are_idle_has_all_threads():
 
 
 async def test_a_key_rests_behind_each_turn_while_others_are_active(threads):
-    async def pause_s(threads: TextThreads) -> float:
-        ends_s = list[float]()
-        for _ in range(2):
-            load = arriving(threads, HOG, LARGE + 1)
-            await threads.begin(load)
-            ends_s.append(time.monotonic())
-            await threads.read(load, LARGE + 1, lambda: time.sleep(0.05))
-        return ends_s[1] - ends_s[0]
-
-    assert await pause_s(threads) > 0.09
-    assert await pause_s(TextThreads(ROOM)) >= 0.05
+    begins_s = list[float]()
+    for _ in range(2):
+        load = arriving(threads, HOG, LARGE + 1)
+        await threads.begin(load)
+        begins_s.append(time.monotonic())
+        await threads.read(load, LARGE + 1, lambda: time.sleep(0.05))
+    assert begins_s[1] - begins_s[0] > 0.09
 
 
 def test_every_rest_ends_on_the_event_loop_of_the_proxies():

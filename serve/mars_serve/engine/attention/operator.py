@@ -49,13 +49,13 @@ def _attention_function(
     """Attend in one layer; transformers' models call this.
 
     Raises:
-        NotImplementedError: the layer wants something that a short text may not show, such as a
+        ValueError: the layer wants something that a short text may not show, such as a
             window, or scores that are capped.
     """
     others["attention_mask"] = attention_mask
     unknown = [name for name in (*_WINDOWS, *_SCORES) if others.get(name) is not None]
     if unknown:
-        raise NotImplementedError(f"its attention has {', '.join(unknown)}")
+        raise ValueError(f"its attention has {', '.join(unknown)}")
     layer: int = module.layer_idx  # type: ignore[assignment]
     queries, keys, values = (part[0].transpose(0, 1) for part in (query, key, value))
     return _ATTEND.get()(layer, queries, keys, values, scaling).unsqueeze(0), None

@@ -201,6 +201,10 @@ def refusal_of(request: Request, error: Exception) -> str:
     """Return the message, with the field at fault, for one of `REFUSALS`."""
     if isinstance(error, GrammarError):
         return f"grammar: it failed while the output was written ({error}); make it simpler"
+    thinking = request.options.thinking
+    if thinking is not None and thinking.budget is not None:
+        reason = "allowed_token_ids or bad_words forbid the token that ends thinking, or all that"
+        return f"thinking_token_budget: {reason} may follow; leave that field or this one out"
     if request.options.sampling.allowed_ids is not None:
         return "allowed_token_ids: none of them may follow the output so far; allow more tokens"
     return "bad_words: they forbid all that may follow the output so far; leave some out"

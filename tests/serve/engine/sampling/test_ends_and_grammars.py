@@ -19,6 +19,7 @@ from mars_serve.engine.decoding_options import (
     GrammarSpec,
     Sampling,
     Thinking,
+    token_set,
 )
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import Request
@@ -145,6 +146,18 @@ def test_a_complete_output_ends_before_min_tokens_in_every_mode(
         assert request.finish_reason is FinishReason.STOP, outputs[request.id][-1].error
         text = checkpoint.tokenizer.decode(output_of(request), skip_special_tokens=True)
         assert re.fullmatch("[0-9]{3}", text), "it goes on while it may"
+
+
+def test_a_budget_whose_last_token_is_not_allowed_is_to_blame(
+    engine: Engine, prompts: list[list[int]]
+) -> None:
+    thinking = Thinking(begin=16, end=9, has_begun=True, may_begin=False, budget=1)
+    options = replace(AR, sampling=Sampling(allowed_ids=token_set([4, 5])), thinking=thinking)
+    *_, output = run(engine, [Request("r", list(prompts[0]), options)])["r"]
+    assert output.error == (
+        "thinking_token_budget: allowed_token_ids or bad_words forbid the token that ends "
+        "thinking, or all that may follow; leave that field or this one out"
+    )
 
 
 def test_bad_words_are_to_blame_where_they_forbid_all_that_a_grammar_allows(
