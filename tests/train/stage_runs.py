@@ -183,7 +183,7 @@ def run_group(function: Callable[..., Any], num_workers: int, *arguments: Any) -
         meeting = Path(directory) / "meeting"
         members, ends = [], []
         for rank in range(num_workers):
-            ours, theirs = _CONTEXT.Pipe(duplex=False)
+            ours, theirs = _CONTEXT.Pipe()
             member = _CONTEXT.Process(
                 target=_member, args=(theirs, meeting, rank, num_workers, function, arguments)
             )
@@ -192,7 +192,10 @@ def run_group(function: Callable[..., Any], num_workers: int, *arguments: Any) -
             members.append(member)
             ends.append(ours)
         try:
-            return [_received(end) for end in ends]
+            results = [_received(end) for end in ends]
+            for end in ends:
+                end.send_bytes(b"leave")
+            return results
         except BaseException:
             for member in members:
                 member.kill()  # it may be waiting for one that failed
@@ -224,4 +227,5 @@ def _member(end, meeting, rank, num_workers, function, arguments):
         failure = f"rank {rank}:\n{traceback.format_exc()}"
     end.send_bytes(pickle.dumps((result, failure)))
     if failure is None:
+        end.recv_bytes()  # waits for all: one that leaves breaks the connections others still make
         torch.distributed.destroy_process_group()
