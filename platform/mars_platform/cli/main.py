@@ -117,7 +117,11 @@ def run(arguments: list[str]) -> int:
 
 
 def _fail(message: str, status: int) -> int:
+    # a name of a file may hold characters that steer the terminal
+    text = "".join(
+        each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in message
+    )
     Console(stderr=True, soft_wrap=True).print(
-        f"error: {message}", style="red", markup=False, highlight=False
+        f"error: {text}", style="red", markup=False, highlight=False
     )
     return status

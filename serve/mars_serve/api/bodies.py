@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar, Self
@@ -73,9 +73,7 @@ class Body(BaseModel):
     def _note_others(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         body = handler(data)
         if isinstance(data, dict):
-            unknown = (
-                name for name in data if not (name in cls.model_fields or name in cls.neutral)
-            )
+            unknown = (name for name in _unknown_in(body, data) if name not in cls.neutral)
             body._unknown = tuple(islice(unknown, _MAX_UNKNOWN))
             given = {name: data[name] for name in cls.neutral if name in data}
             body._unsupported = {
@@ -111,3 +109,17 @@ class Body(BaseModel):
             allowed = "".join(f" or set it to {item!r}" for item in neutral.values)
             reason = f"{shown(value)} is not supported, since {neutral.reason}"
             raise unsupported_value(name, f"{reason}; leave it out{allowed}")
+
+
+def _unknown_in(value: Any, data: Any, path: str = "") -> Iterator[str]:
+    """Yield the names in the data of a model, and of those in it, that no field has."""
+    if isinstance(value, BaseModel) and isinstance(data, dict):
+        fields = {field.alias or name: name for name, field in type(value).model_fields.items()}
+        for name, item in data.items():
+            if name in fields:
+                yield from _unknown_in(getattr(value, fields[name]), item, f"{path}{name}.")
+            else:
+                yield path + name
+    elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
+        for index, (item, part) in enumerate(zip(value, data, strict=False)):
+            yield from _unknown_in(item, part, f"{path}{index}.")

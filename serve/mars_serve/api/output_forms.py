@@ -19,8 +19,11 @@ JsonSchema = dict[str, Any] | Flag | GrammarText
 
 
 class NamedSchema(BaseModel):
-    """OpenAI's wrapper around a schema; its other fields are ignored."""
+    """OpenAI's wrapper around a schema; its other fields change nothing."""
 
+    name: Any = None
+    description: Any = None
+    strict: Any = None
     schema_: dict[str, Any] | Flag = Field(alias="schema")
 
 

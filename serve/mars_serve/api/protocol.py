@@ -164,7 +164,8 @@ class GenerationRequest(Body):
     temperature: Annotated[float, Field(ge=0, le=2, strict=True)] | None = None
     """Sampling temperature; by default 0 (greedy), not OpenAI's 1, to make answers reproducible."""
     seed: Annotated[int, Field(ge=-_SEEDS, lt=_SEEDS, strict=True)] | None = None
-    """Seed for sampling, modulo 2**63; by default a random one."""
+    """Seed for sampling, below 2**63; a negative one counts modulo 2**63. By default a random one.
+    """
     top_p: Annotated[float, Field(gt=0, le=1, strict=True)] | None = None
     """Sample from the likeliest tokens whose probabilities add up to this."""
     top_k: Annotated[int, Field(ge=-1, le=_MAX_INT32, strict=True)] | None = None
@@ -408,7 +409,7 @@ class ChatCompletionRequest(GenerationRequest):
     ``thinking`` and ``reasoning_effort`` that the chat template has; if there are none, the header
     ``X-Marsray-Unknown-Fields`` names the field."""
     max_tokens: Count | None = None
-    """Older name of ``max_completion_tokens``."""
+    """Older name of ``max_completion_tokens``; where both stand they must be equal."""
     max_completion_tokens: Count | None = None
     """Largest number of output tokens; by default what fits into the model's context."""
     logprobs: Flag | None = None
@@ -462,6 +463,10 @@ class ChatCompletionRequest(GenerationRequest):
             ApiError: status 400: the message names the field and the values it may have.
         """
         super().refuse_unsupported()
+        limits = self.max_tokens, self.max_completion_tokens
+        if None not in limits and limits[0] != limits[1]:
+            reason = f"{limits[0]} differs from max_completion_tokens, {limits[1]}; leave it out"
+            raise invalid_value("max_tokens", reason)
         if self.top_logprobs and not self.logprobs:
             reason = f"{self.top_logprobs} needs logprobs; set logprobs to true"
             raise invalid_value("top_logprobs", reason)

@@ -102,6 +102,7 @@ def test_a_mistake_on_the_command_line_is_named_in_one_line(refusal, tmp_path, a
             "RuntimeError: first line (--debug shows the traceback)",
         ),
         (KeyboardInterrupt(), 130, "error: interrupted\n"),
+        (UserError("a\x1b[31m\udc80: no"), 2, "error: a\\x1b[31m\\udc80: no\n"),
     ],
 )
 def test_other_errors_and_interrupts_have_a_status_of_their_own(

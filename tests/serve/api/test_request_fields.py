@@ -71,8 +71,23 @@ def test_a_body_notes_the_names_that_it_does_not_know(endpoint: str) -> None:
     body = ENDPOINTS[endpoint]
     assert body(**BASES[endpoint]).unknown_fields == ()
     assert body(**BASES[endpoint], heat=1, n=2, é=3).unknown_fields == ("heat", "é")
+    nested = {"stream_options": {"inclde_usage": True, "include_usage": True}}
+    assert body(**BASES[endpoint], **nested).unknown_fields == ("stream_options.inclde_usage",)
     many = {f"field{number}": number for number in range(1000)}
     assert len(body(**BASES[endpoint], **many).unknown_fields) == 64
+
+
+def test_a_conversation_notes_the_names_that_it_does_not_know() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "", "x": 1}}
+    form = {"type": "json_schema", "json_schema": {"schema": {"x": 1}, "name": "a", "strct": 1}}
+    messages = [{"role": "user", "content": "a", "reasoning": "b"}, {"role": "assistant"}]
+    messages[1]["tool_calls"] = [call]
+    body = ChatCompletionRequest(model="mars", messages=messages, response_format=form)
+    assert set(body.unknown_fields) == {
+        "messages.0.reasoning",
+        "messages.1.tool_calls.0.function.x",
+        "response_format.json_schema.strct",
+    }
 
 
 def test_token_ids_do_not_reveal_hidden_thinking() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -197,12 +198,25 @@ def _unparsable(reason: str) -> ApiError:
 def _describe(error: RequestValidationError) -> ApiError:
     """Return the error for a request's first problem: 422 if it cannot be parsed, else 400."""
     first = error.errors()[0]
-    where = [str(part) for part in first["loc"][1:]]  # behind "body" or "query"
+    where = first["loc"][1:]  # behind "body" or "query"
     if first["type"] == "json_invalid" or not where:
         return _unparsable(first["msg"])
-    names = [clipped(part, _MAX_NAME) for part in where if re.fullmatch(r"\w+", part)]
+    is_missing = first["type"] == "missing"
+    names = [clipped(str(part), _MAX_NAME) for part in _path_in(error.body, where, is_missing=is_missing)]
     param = ".".join(names)
     message = f"{param}: {first['msg']}"
-    if first["type"] != "missing":
+    if not is_missing:
         message += f" (got {shown(first['input'])})"
-    return ApiError(400, message, param=clipped(where[0], _MAX_NAME), code="invalid_value")
+    return ApiError(400, message, param=names[0], code="invalid_value")
+
+
+def _path_in(body: Any, where: Sequence[str | int], *, is_missing: bool) -> list[str | int]:
+    """Return an error's path without the tags of unions, which the body has not."""
+    path, value = list[str | int](), body
+    for position, part in enumerate(where, start=1):
+        is_absent = is_missing and position == len(where)
+        if isinstance(value, dict) and (part in value or is_absent):
+            path, value = [*path, part], value.get(part)
+        elif isinstance(value, list) and isinstance(part, int):
+            path, value = [*path, part], value[part]
+    return path or [where[0]]

@@ -42,7 +42,8 @@ NAN = float("nan")
         (COMPLETIONS, {"stream_options": {}, "stream": False}, 400, "stream_options"),
         (CHAT, {"model": "absent"}, 404, "model"),
         (CHAT, {"max_tokens": 0}, 400, "max_tokens"),
-        (CHAT, {"max_completion_tokens": 500}, 400, "max_completion_tokens"),
+        (CHAT, {"max_completion_tokens": 500, "max_tokens": None}, 400, "max_completion_tokens"),
+        (CHAT, {"max_completion_tokens": 5, "max_tokens": 6}, 400, "max_tokens"),
         (CHAT, {"top_logprobs": 2}, 400, "top_logprobs"),
         (CHAT, {"return_passes": True, "stream": True, "include_reasoning": False}, 400,
          "return_passes"),
@@ -67,6 +68,32 @@ async def test_a_field_that_is_missing_is_named_and_so_is_a_prompt_that_cannot_b
     assert (await client.refusal(COMPLETIONS, body, 400, "prompt")).startswith("prompt[1]: ")
     body = {**COMPLETION, "prompt": ["a", "plus " * 300]}
     assert "of prompt[1]" in await client.refusal(COMPLETIONS, body, 400, "max_tokens")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "where"),
+    [
+        (CHAT, {"messages": [{"role": "assistant", "reasoning": 5}]}, "messages.0.reasoning: "),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "messages.0.content.0.type: ",
+        ),
+        (
+            CHAT,
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+            "response_format.json_schema.schema: Field required",
+        ),
+        (COMPLETIONS, {"prompt": ["a", ""]}, "prompt.1: "),
+        (COMPLETIONS, {"confidence_threshold": {"answer": 2}}, "confidence_threshold.answer: "),
+    ],
+)
+async def test_a_mistake_within_a_field_is_named_by_its_path_in_the_body(
+    client, path, fields, where
+):
+    body = {**BODIES[path], **fields}
+    message = await client.refusal(path, body, 400, where.partition(".")[0])
+    assert message.startswith(where)
 
 
 @pytest.mark.parametrize(
