@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
@@ -202,7 +201,8 @@ def _describe(error: RequestValidationError) -> ApiError:
     if first["type"] == "json_invalid" or not where:
         return _unparsable(first["msg"])
     is_missing = first["type"] == "missing"
-    names = [clipped(str(part), _MAX_NAME) for part in _path_in(error.body, where, is_missing=is_missing)]
+    path = _path_in(error.body, where, is_missing=is_missing)
+    names = [clipped(str(part), _MAX_NAME) for part in path]
     param = ".".join(names)
     message = f"{param}: {first['msg']}"
     if not is_missing:

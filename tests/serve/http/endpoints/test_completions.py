@@ -163,8 +163,10 @@ async def test_a_choice_that_cannot_be_queued_ends_the_others(
         async with client_over(SingleEngineBackend(loop)) as client:
             body = {**COMPLETION, "n": 3, "max_tokens": 200, "mode": "ar", "stream": stream}
             response = await client.post(COMPLETIONS, json=body)
-        client.error_of(response, 503, None)
-        assert response.json()["error"]["code"] == "queue_full"
+        # a stream has begun if the first's first token was faster than the refusal of the last
+        begun = stream and response.status_code == 200
+        assert begun or response.status_code == 503
+        assert '"code":"queue_full"' in response.text
         num_queued += 2
         await until(are_ended, "the two that had been queued are ended")
         await until_idle(loop.engine)
