@@ -6,7 +6,8 @@ from typing import Any
 
 _BOUNDS = (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum"))
 _VALUES = {"const", "default", "enum", "examples"}
-_BY_NAME = {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
+_DEPENDENT = {"dependencies", "dependentSchemas"}
+_BY_NAME = {"$defs", "definitions", "patternProperties", "properties", *_DEPENDENT}
 """Keywords whose values hold schemas by names, which may look like keywords."""
 
 

@@ -82,6 +82,7 @@ NEW = {"exclusiveMinimum": 0, "maximum": 9}
         ({"exclusiveMaximum": True}, {}),  # it says nothing without a bound
         ({"properties": {"a": {"items": OLD}}}, {"properties": {"a": {"items": NEW}}}),
         ({"anyOf": [OLD, {"$defs": {"b": OLD}}]}, {"anyOf": [NEW, {"$defs": {"b": NEW}}]}),
+        ({"dependencies": {"const": OLD}}, {"dependencies": {"const": NEW}}),
         *[(kept, kept) for kept in (NEW, {"const": OLD}, {"enum": [OLD]}, {"properties": OLD})],
     ],
 )
