@@ -259,9 +259,10 @@ class FairQueue(Generic[ItemT]):
         self._tiers: dict[Tier, _Shares[ItemT]] = {tier: _Shares() for tier in ranked}
         self._limits = RankedSet[QueuedRequest[ItemT]]()
         self._arrivals = count()
+        self._num = 0
 
     def __len__(self) -> int:
-        return sum(shares.num for shares in self._tiers.values())
+        return self._num
 
     def num_before(self, tier: Tier, now_s: float) -> int:
         """Return how many waiting requests go before most new ones of a tier.
@@ -297,6 +298,7 @@ class FairQueue(Generic[ItemT]):
             item, tier, key, cost, deadline_s, limit_s, late_s, next(self._arrivals)
         )
         self._tiers[tier].enter(queued)
+        self._num += 1
         if limit_s is not None:
             self._limits.place(queued, limit_s, queued.arrival)
         return queued
@@ -400,4 +402,5 @@ class FairQueue(Generic[ItemT]):
 
     def _leave(self, queued: QueuedRequest[ItemT], *, is_served: bool) -> None:
         self._limits.discard(queued)
+        self._num -= 1
         self._tiers[queued.tier].leave(queued, is_served=is_served)

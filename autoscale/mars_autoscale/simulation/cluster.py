@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from mars_autoscale.model.capacity import AR, ONE_TOKEN, Capacity, Rung, Window
 from mars_autoscale.policy.inner_loop import InnerLoopDecision
+from mars_autoscale.policy.reports import EngineStatus
 from mars_autoscale.traces.files import PREFIX_BLOCK_TOKENS, TraceRequest
 from mars_platform.method.mode import Mode
 from mars_platform.tier import Tier
@@ -88,9 +89,7 @@ class _Lane:
         heapq.heappush(self.rows, (row.end, self.count, row))
 
     def finish_step(self) -> list[Served]:
-        """Give the rows their tokens; returns the requests that have ended."""
-        if not self.rows:
-            return []
+        """Give the rows, at least one, their tokens; returns the requests that have ended."""
         self.tokens += self.window.tokens_per_forward
         self.loss += self.rung.loss * self.window.tokens_per_forward
         ended = []
@@ -148,6 +147,7 @@ class Replica:
         ready_s: float,
         name: str = "",
         prefix_cache_tokens: int = 0,
+        real_rows: int | None = None,
     ) -> None:
         """Start without requests and with an empty cache.
 
@@ -160,6 +160,7 @@ class Replica:
             ready_s: time from which on it gets requests.
             name: name that is unique in its cluster.
             prefix_cache_tokens: see `PrefixCache`.
+            real_rows: rows for which it has pages; None for all of its slots.
         """
         self.name = name
         self.capacity = capacity
@@ -169,6 +170,8 @@ class Replica:
         self.is_draining = False
         self.num_running = 0
         """Rows of the step at hand."""
+        self.is_short_of_pages = False
+        """Whether requests wait for pages although slots are free."""
         self.backlog_tokens = 0
         """Prompt tokens of the requests without a first token, but for those that were cached when
         they came."""
@@ -179,8 +182,14 @@ class Replica:
         self._new = list[Served]()
         """Running requests without a first token."""
         self._lanes = {tier: _Lane(AR) for tier in Tier}
+        self._most_rows = min(real_rows or capacity.max_num_seqs, capacity.max_num_seqs)
+        self._step_s = dict[float, float]()
+        """Seconds of a step by its positions, for those that were seen."""
         self._prompt_s = 0.0
         self._busy_s = 0.0
+        self._num_passes = self._num_row_passes = 0
+        self._tokens = 0.0
+        self._prompt_tokens = self._hit_tokens = 0
         self.follow(decision)
 
     def follow(self, decision: InnerLoopDecision) -> None:
@@ -248,7 +257,9 @@ class Replica:
                 lane.rung = self._rungs[tier]
                 lane.window = self._window(lane.rung)
                 positions += len(lane.rows) * lane.window.positions
-        step_s = self.capacity.step_time.at(positions)
+        step_s = self._step_s.get(positions)
+        if step_s is None:
+            step_s = self._step_s[positions] = self.capacity.step_time.at(positions)
         fade = 0.5 ** ((stall_s + step_s) / _SHARE_HALF_LIFE_S)
         self._prompt_s = self._prompt_s * fade + stall_s
         self._busy_s = self._busy_s * fade + stall_s + step_s
@@ -262,7 +273,7 @@ class Replica:
     def _admit(self) -> float:
         """Fill the batch; returns the seconds that the new rows' prompts take."""
         stall_s = 0.0
-        while self._waiting and self.num_running < self.capacity.max_num_seqs:
+        while self._waiting and self.num_running < self._most_rows:
             served = heapq.heappop(self._waiting)[2]
             self._lanes[served.request.tier].admit(served)
             self._new.append(served)
@@ -271,6 +282,8 @@ class Replica:
             self.prefixes.add(served.request)
             prompt_tokens = served.request.prompt_tokens - served.cached_tokens
             stall_s += prompt_tokens / self.capacity.prefill_tokens_per_s
+        has_slots = self.num_running < self.capacity.max_num_seqs
+        self.is_short_of_pages = has_slots and bool(self._waiting)
         return stall_s
 
     def finish_step(self, now_s: float) -> list[Served]:
@@ -278,10 +291,31 @@ class Replica:
         for served in self._new:
             served.first_token_s = now_s
             self.backlog_tokens -= served.due_tokens
+            self._prompt_tokens += served.request.prompt_tokens
+            self._hit_tokens += served.cached_tokens
         self._new.clear()
-        ended = [served for lane in self._lanes.values() for served in lane.finish_step()]
+        self._num_passes += 1
+        self._num_row_passes += self.num_running
+        ended = list[Served]()
+        for lane in self._lanes.values():
+            if lane.rows:
+                self._tokens += len(lane.rows) * lane.window.tokens_per_forward
+                ended += lane.finish_step()
         self.num_running -= len(ended)
         return ended
+
+    def status(self, num_before: int) -> EngineStatus:
+        """Return what an engine would report, with the requests that wait before it for it."""
+        return EngineStatus(
+            num_requests=self.load + num_before,
+            num_running=self.num_running,
+            num_waiting=self.num_waiting + num_before,
+            num_prefix_hit_tokens=self._hit_tokens,
+            num_prompt_tokens=self._prompt_tokens,
+            num_generated_tokens=round(self._tokens),
+            num_forward_passes=self._num_passes,
+            num_row_passes=self._num_row_passes,
+        )
 
 
 class Events:

@@ -124,6 +124,8 @@ def _run(
         policy,
         objective_ttft_s=config.objective_ttft_s,
         seed=seed,
+        queue_wait_s=config.queue_wait_s,
+        clients=config.clients,
     ).run()
 
 

@@ -22,7 +22,7 @@ from mars_autoscale.simulation.policies import (
 )
 from mars_autoscale.simulation.replicas import ReplicaSettings
 from mars_autoscale.simulation.rivals import Keda, RayDefault
-from mars_autoscale.traces.synthetic import SyntheticTrace, TraceChange
+from mars_autoscale.traces.synthetic import ClosedLoop, SyntheticTrace, TraceChange
 from mars_platform.config import Settings
 from mars_platform.method.mode import Mode
 
@@ -108,6 +108,12 @@ class SimulationConfig(Settings):
     """Seconds into the trace; requests that arrive earlier do not count."""
     objective_ttft_s: float = Field(default=1.0, gt=0)
     """Promised seconds to the first token."""
+    queue_wait_s: float | None = Field(default=None, gt=0)
+    """Seconds after which a request that still waits in the server's queue is refused; None for
+    never."""
+    clients: ClosedLoop | None = None
+    """Clients that send the trace's requests in order, and then again from its beginning, until the
+    time of its last arrival; None for sending each request at its own time."""
     outer: OuterSettings = OuterSettings()
     """Outer loop of the joint policy; limits and cold start are taken from ``replicas``."""
     inner: InnerSettings = InnerSettings()

@@ -32,8 +32,14 @@ class Dispatch(Protocol):
     def num_ahead(self, tier: Tier, now_s: float, /) -> int:
         """Return the number of those that go before a new request of a tier."""
 
-    def add(self, served: Served, objective_s: float, /) -> None:
-        """Take in a request that should have its first token within some seconds."""
+    def add(self, served: Served, objective_s: float, limit_s: float | None, /) -> None:
+        """Take in a request that should have its first token within some seconds.
+
+        If it still waits at ``limit_s``, `expire` takes it out.
+        """
+
+    def expire(self, now_s: float, /) -> list[Served]:
+        """Remove and return the requests that have waited for too long."""
 
     def send(self, ready: Sequence[Replica], now_s: float, /) -> list[Replica]:
         """Send the requests that may go now to replicas that are ready; return these replicas."""
@@ -62,7 +68,7 @@ class ServerQueue:
         """Return the number of waiting requests that go before a new one of a tier."""
         return self._queue.num_before(tier, now_s)
 
-    def add(self, served: Served, objective_s: float, /) -> None:
+    def add(self, served: Served, objective_s: float, limit_s: float | None, /) -> None:
         """Let a request wait in the order of `FairQueue`."""
         request = served.request
         self._queue.add(
@@ -71,8 +77,13 @@ class ServerQueue:
             key="",
             cost=request.prompt_tokens + request.output_tokens,
             deadline_s=request.arrival_s + objective_s,
+            limit_s=limit_s,
             late_s=late_from(request.arrival_s, objective_s),
         )
+
+    def expire(self, now_s: float, /) -> list[Served]:
+        """Remove and return the requests that have waited for too long."""
+        return [queued.item for queued in self._queue.expire(now_s)]
 
     def send(self, ready: Sequence[Replica], now_s: float, /) -> list[Replica]:
         """Send requests in order, each to the replica with a credit that `Placement` chooses."""
@@ -106,7 +117,7 @@ class ServerQueue:
 
 
 def _has_credit(replica: Replica) -> bool:
-    return has_room(_load(replica), replica.capacity.max_num_seqs)
+    return not replica.is_short_of_pages and has_room(_load(replica), replica.capacity.max_num_seqs)
 
 
 def _load(replica: Replica) -> float:
@@ -138,9 +149,13 @@ class TwoChoices:
         """Return the number of all requests that wait."""
         return len(self._waiting)
 
-    def add(self, served: Served, _: float, /) -> None:
-        """Let a request wait behind all others, whatever its deadline."""
+    def add(self, served: Served, _: float, __: float | None, /) -> None:
+        """Let a request wait behind all others, whatever its deadline, without a limit."""
         self._waiting.append(served)
+
+    def expire(self, _: float, /) -> list[Served]:
+        """Return nothing, since Ray Serve sets no limit to waiting."""
+        return []
 
     def send(self, ready: Sequence[Replica], _: float, /) -> list[Replica]:
         """Bind all requests at once."""

@@ -15,6 +15,17 @@ _INITIAL_UTILIZATION = 0.8
 number is not given."""
 
 
+class SpeedChange(Settings):
+    """A real speed that is not the one of the model, by which policies decide."""
+
+    times: float = Field(gt=0, allow_inf_nan=False)
+    """Real speed of steps and prompts as a multiple of the model's."""
+    from_s: float = Field(default=0.0, ge=0)
+    """Seconds into the trace from which on it holds."""
+    one_in: int = Field(default=1, ge=1)
+    """It holds for one of so many replicas, counted in the order of their starts."""
+
+
 class ReplicaSettings(Settings):
     """Limits of the number of replicas, and their cold start."""
 
@@ -31,12 +42,29 @@ class ReplicaSettings(Settings):
     """Tokens of prompts that a replica keeps, for prompts that begin alike, if the trace tells
     which do; 0 for no reuse. The default is what 57 GB hold of a 7B model with grouped-query
     attention (57 kB a token: 28 layers, 4 KV heads of 128, 2 bytes a number)."""
+    real_rows: int | None = Field(default=None, ge=1)
+    """Rows for which a replica really has pages; None for as many as it has slots."""
+    real_speed: tuple[SpeedChange, ...] = ()
+    """Real speed of the replicas where it is not the model's; of those that hold for a replica, the
+    last one counts."""
 
     @model_validator(mode="after")
     def _check_limits(self) -> ReplicaSettings:
         if self.min > self.max:
             raise ValueError("min is above max; lower one or raise the other")
         return self
+
+    def speed_of(self, number: int, now_s: float) -> float:
+        """Return the real speed of a replica, as a multiple of the model's.
+
+        Args:
+            number: number of replicas that were started before it.
+            now_s: seconds into the trace.
+        """
+        for each in reversed(self.real_speed):
+            if each.from_s <= now_s and (number + 1) % each.one_in == 0:
+                return each.times
+        return 1.0
 
     def num_initial(self, trace: Sequence[TraceRequest], capacity: Capacity) -> int:
         """Return the number of replicas that are ready at the start, within the limits.

@@ -17,9 +17,12 @@ from mars_autoscale.simulation.cluster import Events, Replica, Served
 from mars_autoscale.simulation.policies import InnerLoopPolicy, Policy, Target
 from mars_autoscale.simulation.replicas import ReplicaSettings
 from mars_autoscale.traces.files import TraceRequest
+from mars_autoscale.traces.synthetic import ClosedLoop
 from mars_platform.tier import Tier
 
 _NO_LENGTHS = LengthCounts()
+_RETRY_S = 1.0
+"""Least seconds that a client waits after a refusal, as the server asks for."""
 
 
 @dataclass
@@ -63,13 +66,15 @@ class Simulation:
         seed: int = 0,
         lengths: LengthCounts = _NO_LENGTHS,
         begin_s: float = 0.0,
+        queue_wait_s: float | None = None,
+        clients: ClosedLoop | None = None,
     ) -> None:
         """Prepare a run.
 
         Args:
             trace: requests by arrival, at least one.
-            capacity: speed of a replica.
-            settings: limits of their number.
+            capacity: speed of a replica by the model that the policy decides by.
+            settings: limits of their number, and how their real speed differs.
             policy: what steers them.
             objective_ttft_s: promised seconds to the first token; requests that would wait longer
                 are refused while the policy says that nothing is left to give.
@@ -77,6 +82,9 @@ class Simulation:
             lengths: outputs before the trace.
             begin_s: time at which the first replicas are ready, at most 0; from then on the policy
                 has seen that nothing arrives.
+            queue_wait_s: seconds after which a request no longer waits in the server's queue; None
+                for never.
+            clients: clients that send the trace's requests; None for sending each at its time.
         """
         assert begin_s <= 0.0, "the cluster is ready when the trace begins"
         self._trace = trace
@@ -86,6 +94,11 @@ class Simulation:
         self._objective_ttft_s = objective_ttft_s
         self._num_initial = settings.num_initial(trace, capacity)
         self._begin_s = begin_s
+        self._queue_wait_s = queue_wait_s
+        self._clients = clients
+        self._think_s = clients.think_s if clients is not None else 0.0
+        self._num_timed = min(clients.num if clients is not None else len(trace), len(trace))
+        """Requests that come at the times of the trace."""
         self._events = Events(begin_s)
         self._end_s = trace[-1].arrival_s
         self._dispatch = policy.dispatch(seed)
@@ -108,8 +121,8 @@ class Simulation:
         self._lengths = lengths
         """Outputs at the last decision, the latest with the highest weight."""
         self._target = Target(self._num_initial)
-        self._next = 0
-        """Index in the trace of the next request to arrive."""
+        self._next = self._num_timed
+        """Number of the next request that a client sends behind its first."""
         self._result = SimulationResult()
 
     def run(self) -> SimulationResult:
@@ -126,20 +139,36 @@ class Simulation:
 
     # Requests
 
-    def _arrive(self) -> None:
-        request = self._trace[self._next]
-        self._next += 1
-        if self._next < len(self._trace):
-            self._events.at(self._trace[self._next].arrival_s, self._arrive)
+    def _arrive(self, index: int = 0) -> None:
+        """Take in a request of the trace at its time, and schedule the one behind it."""
+        if index + 1 < self._num_timed:
+            at_s = self._trace[index + 1].arrival_s
+            self._events.at(at_s, lambda: self._arrive(index + 1))
+        self._take_in(self._trace[index])
+
+    def _arrive_after(self, wait_s: float) -> None:
+        """Let a client whose request is over send its next one after some seconds, if any is."""
+        at_s = self._events.now_s + wait_s
+        if self._clients is not None and at_s <= self._end_s:
+            request = replace(self._trace[self._next % len(self._trace)], arrival_s=at_s)
+            self._next += 1
+            self._events.at(at_s, lambda: self._take_in(request))
+
+    def _take_in(self, request: TraceRequest) -> None:
         served = Served(request)
         self._result.served.append(served)
         self._window.append(served)
         if self._target.range.is_saturated and self._is_too_late(request.tier):
-            served.is_rejected = True
+            self._refuse(served)
             return
         self._num_begun += 1
-        self._dispatch.add(served, self._objective_ttft_s)
+        limit_s = self._queue_wait_s and request.arrival_s + self._queue_wait_s
+        self._dispatch.add(served, self._objective_ttft_s, limit_s)
         self._send()
+
+    def _refuse(self, served: Served) -> None:
+        served.is_rejected = True
+        self._arrive_after(max(self._think_s, _RETRY_S))
 
     def _is_too_late(self, tier: Tier) -> bool:
         """Whether a new request of a tier would come too late by the slowest replica's rule."""
@@ -157,7 +186,10 @@ class Simulation:
         """Send waiting requests to replicas, and let those begin that are not in a step."""
         if not len(self._dispatch):
             return
-        for replica in self._dispatch.send(self._ready(), self._events.now_s):
+        now = self._events.now_s
+        for served in self._dispatch.expire(now):
+            self._refuse(served)
+        for replica in self._dispatch.send(self._ready(), now):
             if id(replica) not in self._stepping:
                 self._step(replica)
 
@@ -169,11 +201,16 @@ class Simulation:
                 self._end(replica)
             return
         self._stepping.add(id(replica))
-        self._events.at(self._events.now_s + seconds, lambda: self._finish_step(replica))
+        now = self._events.now_s
+        if self._settings.real_speed:
+            seconds /= self._settings.speed_of(int(replica.name), now)
+        self._events.at(now + seconds, lambda: self._finish_step(replica))
 
     def _finish_step(self, replica: Replica) -> None:
         ended = replica.finish_step(self._events.now_s)
-        self._ended.extend(served.request.output_tokens for served in ended)
+        for served in ended:
+            self._ended.append(served.request.output_tokens)
+            self._arrive_after(self._think_s)
         self._step(replica)  # what is sent now arrives once the next step has begun
         self._send()  # a row has ended, or a prompt has been computed
 
@@ -191,6 +228,7 @@ class Simulation:
             ready_s=now + cold_start_s,
             name=str(self._num_started),
             prefix_cache_tokens=self._settings.prefix_cache_tokens,
+            real_rows=self._settings.real_rows,
         )
         self._num_started += 1
         self._replicas.append(replica)
@@ -234,6 +272,7 @@ class Simulation:
 
     def _sample_engines(self) -> None:
         now = self._events.now_s
+        self._send()  # what has waited for too long leaves, whether or not a step ends
         for replica, num_before in self._told():
             before = replica.decision.live
             sample = EngineSample(

@@ -39,6 +39,18 @@ class Spike(Settings):
     """Factor of the rate; 0 is an outage."""
 
 
+class ClosedLoop(Settings):
+    """Clients that each send the next request when their last has ended, and so no faster than they
+    are served.
+    """
+
+    num: int = Field(ge=1)
+    """Number of clients; they begin at the times of the trace's first requests."""
+    think_s: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Seconds from the end of a request to the client's next; after a refusal they are at least 1.
+    """
+
+
 class TraceChange(Settings):
     """Changes that `changed` makes to a trace; the defaults change nothing."""
 

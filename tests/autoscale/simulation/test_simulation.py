@@ -10,12 +10,14 @@ from mars_autoscale.policy.decision import ThresholdRange
 from mars_autoscale.policy.inner_loop import InnerLoopDecision
 from mars_autoscale.policy.lengths import counts_of
 from mars_autoscale.policy.settings import InnerSettings, OuterSettings
+from mars_autoscale.simulation.cluster import Replica, Served
 from mars_autoscale.simulation.dispatch import ServerQueue
 from mars_autoscale.simulation.figures import figures_of
 from mars_autoscale.simulation.policies import Joint, StaticReplicas, Target
-from mars_autoscale.simulation.replicas import ReplicaSettings
+from mars_autoscale.simulation.replicas import ReplicaSettings, SpeedChange
 from mars_autoscale.simulation.run import Simulation
 from mars_autoscale.traces.files import TraceRequest
+from mars_autoscale.traces.synthetic import ClosedLoop
 from mars_platform.method.mode import LiveDecoding
 from mars_platform.tier import Tier
 
@@ -49,10 +51,10 @@ class Script:
         return self.decisions.pop(0) if len(self.decisions) > 1 else self.decisions[0]
 
 
-def simulate(trace, capacity=ONE_ROW, policy=None, **options):
+def simulate(trace, capacity=ONE_ROW, policy=None, real=None, **options):
     policy = policy or StaticReplicas(1)
     num_replicas = getattr(policy, "num_replicas", 1)
-    limits = ReplicaSettings(max=num_replicas, initial=num_replicas)
+    limits = ReplicaSettings(max=num_replicas, initial=num_replicas, **real or {})
     return Simulation(trace, capacity, limits, policy, **options).run()
 
 
@@ -87,6 +89,80 @@ def test_several_tokens_per_pass_cost_time_and_quality():
     assert second.ttft_s == pytest.approx(5 * step + step)
     assert first.loss_tokens == pytest.approx(10 * 5.0)
     assert second.loss_tokens == pytest.approx(5.0)
+
+
+# Replicas and loads that are not as the model has them, by hand
+
+
+def test_the_real_speed_changes_over_time():
+    trace = [TraceRequest(at_s, 50, 1) for at_s in (0.0, 10.0, 30.0)]
+    changes = [SpeedChange(times=0.2), SpeedChange(times=0.5, from_s=20)]
+    served = simulate(trace, real={"real_speed": changes}).served
+    seconds = 0.5 + 0.11
+    assert [each.ttft_s for each in served] == pytest.approx([5 * seconds] * 2 + [2 * seconds])
+
+
+def test_one_replica_of_some_is_slow():
+    trace = [TraceRequest(0.001 * i, 0, 5) for i in range(4)]
+    slow = [SpeedChange(times=0.1, one_in=3)]
+    served = simulate(trace, policy=StaticReplicas(3), real={"real_speed": slow}).served
+    assert [each.ttft_s for each in served[:3]] == pytest.approx([0.11, 0.11, 1.1])
+    assert served[3].ttft_s < 1.0, "a fast one takes the next"
+
+
+def test_pages_may_let_fewer_rows_run_than_there_are_slots():
+    trace = [TraceRequest(0.0, 0, 10) for _ in range(3)]
+    wide = replace(ONE_ROW, max_num_seqs=4)
+    times = [each.ttft_s for each in simulate(trace, wide, real={"real_rows": 2}).served]
+    # the first runs one step alone, then two run, and the third begins behind the first
+    assert times == pytest.approx([0.11, 0.11 + 0.12, 0.11 + 9 * 0.12 + 0.12])
+
+
+def test_a_request_that_waits_for_too_long_is_refused():
+    trace = [TraceRequest(0.0, 0, 100), *(TraceRequest(1.0 + i, 0, 1) for i in range(8))]
+    served = simulate(trace, queue_wait_s=5.0).served
+    assert [each.is_rejected for each in served] == [False] + [True] * 5 + [False] * 3
+    assert served[6].ttft_s == pytest.approx(100 * 0.11 + 0.11 - 6.0)
+
+
+def test_clients_wait_for_their_answers():
+    """Two clients and one row: each waits for the other, and thinks for a second."""
+    trace = [*(TraceRequest(0.01 * i, 0, 10) for i in range(5)), TraceRequest(20.0, 0, 10)]
+    served = simulate(trace, clients=ClosedLoop(num=2, think_s=1.0)).served
+    arrivals = [each.request.arrival_s for each in served]
+    assert arrivals[:4] == pytest.approx([0.0, 0.01, 1.1 + 1.0, 2.2 + 1.0])
+    assert len(arrivals) == pytest.approx(2 * 20 / 2.2, abs=1), "a turn takes 2.2 s with 2 clients"
+    assert max(arrivals) <= 20.0
+
+
+def test_clients_try_again_a_second_after_a_refusal():
+    trace = [TraceRequest(0.0, 0, 100), TraceRequest(0.1, 0, 1), TraceRequest(8.0, 0, 1)]
+    served = simulate(trace, queue_wait_s=2.0, clients=ClosedLoop(num=2)).served
+    arrivals = [each.request.arrival_s for each in served]
+    assert arrivals == pytest.approx([0.0, 0.1, 3.1, 6.1], abs=0.6), "it leaves at the next look"
+    assert [each.is_rejected for each in served] == [False, True, True, True]
+
+
+def test_a_replica_counts_what_an_engine_counts():
+    replica = Replica(
+        replace(ONE_ROW, max_num_seqs=2),
+        InnerLoopDecision(LiveDecoding(0.8, 0.8)),
+        is_by_tier=True,
+        started_s=0.0,
+        ready_s=0.0,
+        prefix_cache_tokens=1024,
+    )
+    request = TraceRequest(0.0, 600, 4, prefix=(1, 2))
+    for _ in range(3):
+        replica.enqueue(Served(request))
+    replica.begin_step()
+    replica.finish_step(1.0)
+    replica.begin_step()
+    status = replica.status(num_before=5)
+    assert (status.num_running, status.num_waiting, status.num_requests) == (2, 6, 8)
+    assert (status.num_forward_passes, status.num_row_passes) == (1, 2)
+    assert status.num_generated_tokens == 4
+    assert (status.num_prompt_tokens, status.num_prefix_hit_tokens) == (1200, 512)
 
 
 # Tiers
