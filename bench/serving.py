@@ -1,4 +1,4 @@
-"""Measures served decoding beside the bare engine and other servers.
+"""Measures served decoding, beside other servers.
 
     python -m bench.serving --dtype bfloat16 --out serving.json \\
         --other "vLLM=VENV/bin/vllm serve {model} --dtype bfloat16 --max-model-len 2048" \\
@@ -20,8 +20,6 @@ import os
 import random
 import shlex
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -32,7 +30,6 @@ from typing import Annotated, Any
 
 import aiohttp
 import typer
-from bench.bare_engine import Level
 from bench.servers import SERVE, running
 from rich.console import Console
 from rich.table import Table
@@ -76,6 +73,20 @@ def make_checkpoint(path: Path) -> None:
     mask, _ = add_mask_token(model, tokenizer)
     metadata = MarsMetadata(block_size=_BLOCK_SIZE, mask_token_id=mask)
     save_checkpoint(path / "mars", model, tokenizer, metadata)
+
+
+@dataclass(frozen=True)
+class Level:
+    """A number of clients, each of which sends one request at a time, and of all requests."""
+
+    num_clients: int
+    num_requests: int
+
+    @classmethod
+    def parse(cls, text: str) -> Level:
+        """Read ``CLIENTS:REQUESTS``."""
+        num_clients, _, num_requests = text.partition(":")
+        return cls(int(num_clients), int(num_requests or num_clients))
 
 
 @dataclass(frozen=True)
@@ -231,9 +242,7 @@ def main(
     threads: Annotated[
         int | None,
         typer.Option(
-            min=1,
-            help="CPU threads of marsray's engines; by default all cores bare, and "
-            "as many as it chooses served.",
+            min=1, help="CPU threads of marsray's engines; by default as many as it chooses."
         ),
     ] = None,
     mode: Annotated[
@@ -255,14 +264,8 @@ def main(
         prompts = _prompts(model, prompt_tokens, max(each.num_requests for each in levels))
         load = Load(prompts, max_tokens)
         servers = _servers(model, dtype, threads, modes, other or [], draws=draws)
-        bare = [sys.executable, "-m", "bench.bare_engine", str(model), f"--dtype={dtype}"]
-        bare += [f"--max-tokens={max_tokens}", f"--threads={threads or os.cpu_count() or 1}"]
-        bare += [f"--mode={each}" for each in modes] + ["--draws"] * draws
-        bare += [f"--level={each.num_clients}:{each.num_requests}" for each in levels]
         for number in range(rounds):
-            done = subprocess.run(bare, stdout=subprocess.PIPE, text=True, check=True)  # noqa: S603
-            found = [json.loads(line) for line in done.stdout.splitlines() if line[:1] == "{"]
-            turn = number % len(servers)
+            found, turn = list[dict[str, Any]](), number % len(servers)
             for server in servers[turn:] + servers[:turn]:
                 found += server.measure(load, levels, log)
             runs += [{"round": number, **run} for run in found]
