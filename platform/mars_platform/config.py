@@ -58,12 +58,7 @@ SettingsT = TypeVar("SettingsT", bound=Settings)
 
 
 def load_settings(path: Path, model: type[SettingsT], overrides: Sequence[str] = ()) -> SettingsT:
-    """Read a YAML file into a settings model.
-
-    Args:
-        path: the file; its top level must be a mapping.
-        model: the model that validates the content.
-        overrides: ``key.sub=value`` strings, see `apply_overrides`.
+    """Read a YAML file into a settings model, with ``key.sub=value`` overrides.
 
     Raises:
         UserError: the file is missing or malformed, or a value is invalid.
@@ -91,11 +86,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path, remedy: str) -> dict[str, Any]:
-    """Read a JSON file whose top level is an object.
-
-    Args:
-        path: the file.
-        remedy: end of every error's message: what the user can do about it.
+    """Read a JSON file whose top level is an object; every error ends in the remedy.
 
     Raises:
         UserError: the file is missing or malformed, or its top level is not an object.
@@ -112,11 +103,9 @@ def read_json(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Apply overrides to a mapping.
+    """Apply overrides, ``key.sub=value``, to a mapping in place.
 
-    Args:
-        content: the mapping, which is changed.
-        overrides: ``key.sub=value`` strings; a value is YAML, and a number as a key indexes a list.
+    A value is YAML, and a number as a key indexes a list.
 
     Raises:
         UserError: an override is malformed, or its key leads nowhere.
@@ -130,11 +119,8 @@ def build_settings(
 ) -> SettingsT:
     """Validate a mapping by a settings model.
 
-    Args:
-        content: the mapping.
-        model: the settings model.
-        source: name of the mapping's origin, such as a file, for the error.
-        remedy: end of the error's message: what the user can do beyond mending the fields.
+    The error names ``source``, the mapping's origin, and ends in ``remedy``: what the user can do
+    beyond mending the fields.
 
     Raises:
         UserError: the mapping is invalid; one line names each offending field and the remedy.

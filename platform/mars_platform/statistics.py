@@ -43,17 +43,11 @@ def proportion(num_successes: int, num_trials: int) -> Estimate:
 
 
 def paired_difference(ours: Sequence[bool], theirs: Sequence[bool]) -> Estimate:
-    """Return the difference of two success rates over the same items.
+    """Return the success rate of ``ours`` minus that of ``theirs``, over the same items in one
+    order.
 
-    The interval is Bonett and Price's adjusted Wald interval (Journal of Educational and
-    Behavioral Statistics 37(4), 2012), which stays sensible if few items, or none, differ.
-
-    Args:
-        ours: success of each item.
-        theirs: success of the same items, in the same order.
-
-    Returns:
-        The rate of ``ours`` minus the rate of ``theirs``.
+    The interval is Bonett and Price's adjusted Wald interval (Journal of Educational and Behavioral
+    Statistics 37(4), 2012), which stays sensible if few items, or none, differ.
     """
     gained = sum(a and not b for a, b in zip(ours, theirs, strict=True))
     lost = sum(b and not a for a, b in zip(ours, theirs, strict=True))
@@ -61,12 +55,8 @@ def paired_difference(ours: Sequence[bool], theirs: Sequence[bool]) -> Estimate:
 
 
 def difference_of_pairs(gained: int, lost: int, num: int) -> Estimate:
-    """Return what `paired_difference` does, from the numbers of items that differ.
-
-    Args:
-        gained: items with success on our side alone.
-        lost: items with success on their side alone.
-        num: all items, at least 1.
+    """Return what `paired_difference` does, from how many of ``num`` items succeed on one side
+    alone.
     """
     up, down = (gained + 1) / (num + 2), (lost + 1) / (num + 2)
     half = _Z95 * math.sqrt((up + down - (up - down) ** 2) / (num + 2))
@@ -74,15 +64,11 @@ def difference_of_pairs(gained: int, lost: int, num: int) -> Estimate:
 
 
 def ratio_of_totals(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
-    """Return the total of the numerators over the total of the denominators.
+    """Return the total of the numerators over that of the denominators, both by item in one order.
 
     The interval is the ratio estimator's (Cochran, Sampling Techniques, section 6.4). The items are
     the sample, and the spread is that of ``numerator - ratio * denominator`` over the items; one
     item has no spread to measure, so that its interval is infinite.
-
-    Args:
-        numerators: numerator of each item, such as its output tokens.
-        denominators: denominators of the same items, in the same order; their total is positive.
     """
     num = len(numerators)
     ratio, residuals = _residuals(numerators, denominators)
@@ -96,17 +82,11 @@ def difference_of_ratios(
     ours: tuple[Sequence[float], Sequence[float]],
     theirs: tuple[Sequence[float], Sequence[float]],
 ) -> Estimate:
-    """Return the difference of two ratios of totals over the same items.
+    """Return our ratio of totals minus theirs, each of numerators and denominators by the same
+    items.
 
     The interval is that of `ratio_of_totals` with the difference of both ratios' residuals, so that
     what both have in common cancels out.
-
-    Args:
-        ours: numerators and denominators, each by item.
-        theirs: numerators and denominators of the same items, in the same order.
-
-    Returns:
-        Our ratio minus theirs.
     """
     (ratio, residuals), (other, others) = _residuals(*ours), _residuals(*theirs)
     num, difference = len(residuals), ratio - other

@@ -24,12 +24,8 @@ if TYPE_CHECKING:  # importing it takes seconds, and a server's ingress loads no
 def read_model(
     model: str | Path, adapter: str | Path | None = None, *, with_calibration: bool = True
 ) -> Checkpoint:
-    """Read a checkpoint without its weights, together with an adapter that belongs to it.
-
-    Args:
-        model: directory or hub id.
-        adapter: directory of the adapter; None for the model as it is.
-        with_calibration: see `read_checkpoint`.
+    """Read a checkpoint, a directory or hub id, without its weights, and an adapter of it, if one
+    is named.
 
     Raises:
         UserError: a file of either is missing, malformed or does not fit the others, or the adapter
@@ -66,13 +62,9 @@ def adapt(base: Checkpoint, adapter: Adapter) -> Checkpoint:
 
 
 def load_weights(checkpoint: Checkpoint, *, dtype: torch.dtype) -> PreTrainedModel:
-    """Load a checkpoint's weights on the CPU, in evaluation mode, and attach its adapter, if any.
+    """Load the weights of a checkpoint that `read_model` returned, on the CPU, in evaluation mode.
 
-    With an adapter, no weight takes gradients.
-
-    Args:
-        checkpoint: what `read_model` returned.
-        dtype: type that the weights are converted to, those of the adapter too.
+    Its adapter, if any, is attached; then no weight takes gradients. All weights get ``dtype``.
 
     Raises:
         UserError: weights are missing or damaged, or do not fit each other.
@@ -85,10 +77,7 @@ def load_weights(checkpoint: Checkpoint, *, dtype: torch.dtype) -> PreTrainedMod
 
 
 def check_fit(checkpoint: Checkpoint) -> None:
-    """Refuse an adapter whose weights do not fit its model, of whose weights nothing is read.
-
-    Args:
-        checkpoint: what `read_model` returned; nothing is checked without an adapter.
+    """Refuse a checkpoint whose adapter, if any, does not fit it; no weight of the model is read.
 
     Raises:
         UserError: a weight is missing, damaged or of another shape, or the model has no such layer.

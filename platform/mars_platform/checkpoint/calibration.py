@@ -116,10 +116,6 @@ class Bin(NamedTuple):
 def read_calibration(path: Path, block_size: int) -> Calibration | None:
     """Read ``calibration.json`` of a checkpoint directory; None if there is none.
 
-    Args:
-        path: the directory.
-        block_size: the model's block size.
-
     Raises:
         UserError: the file is damaged, or was made for other weights.
     """
@@ -204,13 +200,10 @@ def fit_temperature(observed: Observed) -> float:
 
 
 def calibrate_depth(depth: int, fitting: Observed, checking: Observed) -> DepthCalibration:
-    """Fit a depth's temperature on one half of the data and measure it on the other.
+    """Fit a depth's temperature on one half of the data and measure it on the other; both may be
+    empty.
 
-    Args:
-        depth: the depth; 0 keeps temperature 1, because it is the AR prediction itself, which no
-            threshold stops.
-        fitting: tokens to fit on; may be empty.
-        checking: tokens to measure on; may be empty.
+    Depth 0 keeps temperature 1, because it is the AR prediction itself, which no threshold stops.
     """
     # rounded before the figures are computed, which must be those of the temperature in the file
     temperature = round(fit_temperature(fitting), _DIGITS) if depth > 0 else 1.0
@@ -236,10 +229,7 @@ def calibrate_depth(depth: int, fitting: Observed, checking: Observed) -> DepthC
 def reliability(probabilities: Tensor, correct: Tensor, num_bins: int = NUM_BINS) -> list[Bin]:
     """Sort tokens by probability and split them into bins of equal size, give or take one token.
 
-    Args:
-        probabilities: float [tokens].
-        correct: bool [tokens].
-        num_bins: number of bins, at least 1; with fewer tokens than bins, each has one token.
+    Both tensors are [tokens]. With fewer tokens than bins, each has one token.
     """
     order = probabilities.argsort(stable=True)
     sure = probabilities[order].double().tensor_split(num_bins)
@@ -270,11 +260,8 @@ def calibration_error(probabilities: Tensor, correct: Tensor, num_bins: int = NU
 
 
 def brier_score(probabilities: Tensor, correct: Tensor) -> float:
-    """Return the mean squared distance of probability and outcome; 0 is certain and right.
-
-    Args:
-        probabilities: float [tokens], at least one.
-        correct: bool [tokens].
+    """Return the mean squared distance of probability and outcome, [tokens]; 0 is certain and
+    right.
     """
     return float((probabilities.double() - correct.double()).square().mean())
 

@@ -102,12 +102,10 @@ class Checkpoint:
 
 
 def read_checkpoint(model: str | Path, *, with_calibration: bool = True) -> Checkpoint:
-    """Read a checkpoint without its weights.
+    """Read a checkpoint, a directory or hub id, without its weights.
 
-    Args:
-        model: directory or hub id.
-        with_calibration: whether to read ``calibration.json``, which is never read for a plain AR
-            checkpoint; a new calibration must not fail on the file that it replaces.
+    Without ``with_calibration``, ``calibration.json`` is not read, as it never is for a plain AR
+    checkpoint: a new calibration must not fail on the file that it replaces.
 
     Raises:
         UserError: a file is missing, malformed or does not fit the others, or is none of the
@@ -130,11 +128,7 @@ def read_checkpoint(model: str | Path, *, with_calibration: bool = True) -> Chec
 
 
 def load_model(path: Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Load the weights of a checkpoint directory on the CPU, in evaluation mode.
-
-    Args:
-        path: the directory.
-        dtype: type that the weights are converted to.
+    """Load the weights of a checkpoint directory as ``dtype`` on the CPU, in evaluation mode.
 
     Raises:
         UserError: the weights are missing, incomplete, damaged, or not safetensors.

@@ -62,14 +62,10 @@ def read_examples(path: Path) -> list[Example]:
 
 
 def write_examples(path: Path, prompts: Iterable[Iterable[Mapping[str, Any]]]) -> Path:
-    """Write the first prompts that differ and are short into a checkpoint directory.
+    """Write the first prompts that differ and are short into a checkpoint directory; return the
+    file.
 
-    Args:
-        path: the directory.
-        prompts: messages of each conversation before the answer.
-
-    Returns:
-        The file's path.
+    A prompt is the messages of a conversation before the answer.
 
     Raises:
         UserError: the file cannot be written.

@@ -65,11 +65,7 @@ def sync(path: Path) -> None:
 
 
 def check_writable(directory: Path, name: str) -> None:
-    """Check, before anything is measured, that results can be written into a directory.
-
-    Args:
-        directory: the checkpoint directory.
-        name: the file that will be written; named in the error, not created.
+    """Check, before anything is measured, that a directory takes a file, which is not created.
 
     Raises:
         UserError: the directory takes no files.

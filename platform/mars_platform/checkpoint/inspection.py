@@ -42,10 +42,7 @@ class Inspection:
 
 
 def inspect_model(model: str) -> Inspection:
-    """Inspect a model without loading its weights.
-
-    Args:
-        model: directory or hub id.
+    """Inspect a model, a directory or hub id, without loading its weights.
 
     Raises:
         UserError: a file is missing, malformed or none of the model's own, or the model is of no

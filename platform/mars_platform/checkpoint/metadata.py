@@ -52,8 +52,7 @@ class MarsMetadata(Settings):
 def locate_model(model: str) -> Path:
     """Return the directory of a model, downloading a Hugging Face hub model that is not cached.
 
-    Args:
-        model: directory, or hub id with a branch, tag or commit after an ``@`` if need be.
+    A hub id may have a branch, tag or commit after an ``@``.
 
     Raises:
         UserError: there is no such model, it is an adapter, it has links to files elsewhere, or the
@@ -112,13 +111,9 @@ def _download(model: str, patterns: list[str]) -> Path:
 
 
 def read_metadata_of(model: str | Path) -> tuple[Path, MarsMetadata | None]:
-    """Find a checkpoint, look over its files and read ``mars.json``.
+    """Return the directory of a checkpoint, whose files are looked over, and its ``mars.json``.
 
-    Args:
-        model: directory or hub id.
-
-    Returns:
-        The directory and the metadata, which is None for a plain AR checkpoint.
+    The latter is None for a plain AR checkpoint.
 
     Raises:
         UserError: a file is missing or is none of the checkpoint's own, or ``mars.json`` is
@@ -144,12 +139,7 @@ def read_metadata(path: Path) -> MarsMetadata | None:
 
 
 def check_mask_token(path: Path, metadata: MarsMetadata, found: int | None) -> None:
-    """Refuse a checkpoint whose ``mars.json`` and tokenizer disagree about the mask token.
-
-    Args:
-        path: the checkpoint directory.
-        metadata: content of its ``mars.json``.
-        found: id of the mask token in its tokenizer; None if that has none.
+    """Refuse a checkpoint whose tokenizer has another mask token than ``mars.json``, or none.
 
     Raises:
         UserError: the ids differ.

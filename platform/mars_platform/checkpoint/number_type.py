@@ -48,9 +48,6 @@ def is_bfloat16_slow(processors: Path = Path("/proc/cpuinfo")) -> bool:
 
     That is so on one without instructions for them: on x86 AVX-512 BF16 or AMX. Where the system
     does not list its processors' flags, nothing is known, and they are not called slow.
-
-    Args:
-        processors: the file with the flags.
     """
     if not processors.is_file():
         return False

@@ -39,11 +39,7 @@ class ProposedRuns:
     """bool [tokens], whether each token is right; depths rise from 1 within a cursor."""
 
     def lowest(self, confidence: Tensor) -> Tensor:
-        """Return the highest τ that accepts each token: the lowest confidence up to it.
-
-        Args:
-            confidence: float32 [tokens].
-        """
+        """Return the highest τ that accepts each token [tokens]: the lowest confidence up to it."""
         lowest = confidence.double().clone()
         same = self.cursor[1:] == self.cursor[:-1]
         depth = 1
@@ -64,17 +60,11 @@ def fit_translation(
     *,
     calibrated: bool,
 ) -> Translation:
-    """Translate the thresholds `KNOTS` of ``probability``.
+    """Translate the thresholds `KNOTS` of ``probability``, uncorrected, to another confidence.
 
-    Where too few wrong tokens were seen to compare losses, the threshold also accepts no more
-    tokens than that of ``probability``. Where nothing is accepted by ``probability``, it is 1.
-
-    Args:
-        runs: the proposals.
-        probability: float32 [tokens], uncorrected probability of each token.
-        confidence: float32 [tokens], the other confidence.
-        measure: name of the other confidence.
-        calibrated: whether it is corrected.
+    Both are float32 [tokens]. Where too few wrong tokens were seen to compare losses, the threshold
+    also accepts no more tokens than that of ``probability``. Where nothing is accepted by
+    ``probability``, it is 1.
     """
     reference, other = _Losses.of(runs, probability), _Losses.of(runs, confidence)
     thresholds = list[float]()

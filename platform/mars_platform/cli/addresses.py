@@ -10,11 +10,7 @@ from mars_platform.errors import UserError
 
 
 def parsed_address(text: str, option: str) -> httpx.URL:
-    """Return a server's address.
-
-    Args:
-        text: the address as it was given.
-        option: name of the option or argument, for errors.
+    """Return a server's address; errors name ``option``.
 
     Raises:
         UserError: it is no HTTP address.

@@ -21,14 +21,12 @@ from mars_platform.config import Settings, build_settings
 def with_options(run: Callable[..., None]) -> Callable[..., None]:
     """Return a typer command with an option for each field of the settings that a function takes.
 
-    A field's docstring is the option's help, and bounds that include their ends are its bounds; a
-    tuple of any length may be repeated. A `typer.Option` or `typer.Argument` in the field's
-    annotation adds the rest: names, completion, that it is an argument, or the help of an option
-    that several models have. An option that is not given leaves the field's default.
-
-    Args:
-        run: the function. Each parameter whose annotation is a `Settings` model gets an instance of
-            it; the others are options of typer's own form.
+    A parameter whose annotation is a `Settings` model gets an instance of it; the others are
+    options of typer's own form. A field's docstring is the option's help, and bounds that include
+    their ends are its bounds; a tuple of any length may be repeated. A `typer.Option` or
+    `typer.Argument` in the field's annotation adds the rest: names, completion, that it is an
+    argument, or the help of an option that several models have. An option that is not given leaves
+    the field's default.
     """
     parameters = signature(run, eval_str=True).parameters
     models = {

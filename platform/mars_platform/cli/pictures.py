@@ -79,13 +79,8 @@ def house_style() -> AbstractContextManager[None]:
 
 
 def write_page(path: Path, title: str, figure: Figure, show: Callable[[Console], None]) -> None:
-    """Write one HTML page, which loads nothing else, with a figure and a command's report.
-
-    Args:
-        path: the page.
-        title: title of the page.
-        figure: the figure.
-        show: prints the report to a console.
+    """Write one HTML page, which loads nothing else, with a figure and the report that ``show``
+    prints.
 
     Raises:
         UserError: the file cannot be written.
@@ -114,14 +109,10 @@ def write_pictures(
     plot: Path | None,
     page: Path | None,
 ) -> None:
-    """Draw a result into a picture, a page, or both; nothing is drawn if neither is wanted.
+    """Draw a result into a picture, whose suffix names the format, and a page; nothing if both are
+    None.
 
-    Args:
-        draw: draws the figure.
-        title: title of the page.
-        show: prints the report to a console.
-        plot: the picture; its suffix names the format.
-        page: the HTML page.
+    The page also has the report that ``show`` prints.
 
     Raises:
         UserError: a file cannot be written.

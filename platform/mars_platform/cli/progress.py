@@ -31,11 +31,7 @@ _RATE_WINDOW_S = 30.0
 
 
 class ProgressRate:
-    """The rate of a task over the last half minute, and the time that it leaves.
-
-    Args:
-        clock: function that returns the time in seconds.
-    """
+    """The rate of a task over the last half minute, and the time that it leaves."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -44,10 +40,7 @@ class ProgressRate:
     def words(self, done: int, total: int, to_come: float = 0.0) -> str:
         """Note how many parts are done, and return rate and time left in words; empty at first.
 
-        Args:
-            done: parts that are done.
-            total: all parts.
-            to_come: work that follows this task, as a number of its parts.
+        Work that follows this task, as a number of its parts, is ``to_come``.
         """
         now_s = self._clock()
         self._seen.append((now_s, done))
@@ -93,13 +86,8 @@ class ProgressDisplay:
     ) -> None:
         """Show that ``done`` of ``total`` parts of a task are done; the first call starts it.
 
-        Args:
-            title: name of the task.
-            done: parts that are done.
-            total: all parts.
-            detail: what else is known, above all the quality so far.
-            to_come: work that follows this task, as a number of its parts; the time that it takes
-                is told as well.
+        The detail is what else is known, above all the quality so far. Work that follows this task,
+        as a number of its parts, is ``to_come``; the time that it takes is told as well.
         """
         pace = self._paces.setdefault(title, ProgressRate()).words(done, total, to_come)
         if self._bar is None:
@@ -126,13 +114,10 @@ class ProgressDisplay:
 
 @contextmanager
 def progress_display(console: Console | None = None) -> Iterator[ProgressDisplay]:
-    """Show live bars for the length of the block.
+    """Show live bars, by default on standard error, for the length of the block.
 
     Off a terminal, a line is printed for each task after two seconds, every ten seconds, and at its
     end.
-
-    Args:
-        console: console to show them on; by default standard error.
     """
     console = console or Console(stderr=True)
     if not console.is_terminal:
@@ -154,11 +139,8 @@ def progress_display(console: Console | None = None) -> Iterator[ProgressDisplay
 def working(title: str, console: Console | None = None) -> Iterator[None]:
     """Show for the length of the block what is being done, if it has no parts to count.
 
-    On a terminal, the time so far is shown; elsewhere, a line is printed after two seconds.
-
-    Args:
-        title: what is being done, such as ``loading the model``.
-        console: console to show it on; by default standard error.
+    On a terminal, by default standard error, the time so far is shown; elsewhere, a line is printed
+    after two seconds.
     """
     console = console or Console(stderr=True)
     if console.is_terminal:

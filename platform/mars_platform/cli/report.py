@@ -64,14 +64,10 @@ def table_of(
     infinite: str = "inf",
     **options: Any,
 ) -> Table:
-    """Lay rows out in a table.
+    """Lay rows out in a table, in sections that a line separates.
 
-    Args:
-        columns: the columns, from left to right.
-        sections: rows of each section; a line separates the sections.
-        missing: text of a value that is None.
-        infinite: text of an infinite value.
-        options: further arguments of `rich.table.Table`, such as ``title``.
+    Texts of None and of infinite values are ``missing`` and ``infinite``; further arguments are
+    those of `rich.table.Table`.
     """
     columns = list(columns)
     table = Table(**options)
@@ -103,11 +99,7 @@ def _text(value: float | str | None, spec: str, missing: str, infinite: str) -> 
 def interval(estimate: Estimate | None, spec: str, *, scale: float = 1.0, unit: str = "") -> str:
     """Return an estimate as ``value [low, high]``, without the brackets if the ends are infinite.
 
-    Args:
-        estimate: the estimate; None gives an empty text.
-        spec: format specification of each of the three numbers.
-        scale: factor that the numbers are multiplied by; 100 makes percent of shares.
-        unit: text behind the value.
+    None gives an empty text. The numbers are multiplied by ``scale``; 100 makes percent of shares.
     """
     if estimate is None:
         return ""
@@ -122,11 +114,7 @@ def print_notes(console: Console, notes: Iterable[str], style: str = "dim") -> N
 
 
 def output_console(file_width: int) -> Console:
-    """Return a console on standard output.
-
-    Args:
-        file_width: columns to use if the output is a file or a pipe, for which rich assumes 80.
-    """
+    """Return a console on standard output, ``file_width`` columns wide in a file or a pipe."""
     console = Console()
     if not console.is_terminal:
         console.width = file_width
@@ -189,15 +177,7 @@ def finish_axes(
     y: str = "",
     legend: Literal["best", "upper right", "lower right"] | None = None,
 ) -> None:
-    """Give a diagram its title, the labels of both axes, a grid, and a legend.
-
-    Args:
-        axes: the diagram, with everything drawn.
-        title: title in small type; empty for none.
-        x: label of the horizontal axis; empty keeps what it has.
-        y: label of the vertical axis; empty keeps what it has.
-        legend: place of the legend; None for none.
-    """
+    """Give a drawn diagram a title, labels of both axes, a grid, and a legend, unless empty."""
     if title:
         axes.set_title(title, fontsize="small")
     if x:
@@ -225,8 +205,7 @@ def writing(path: Path) -> Iterator[None]:
 def check_output_files(files: Mapping[str, Path | None]) -> None:
     """Refuse files that could not be written in the end, before anything is measured.
 
-    Args:
-        files: path by the name of its option; ``--plot`` names a picture, None is an unused option.
+    Each has the name of its option, of which ``--plot`` names a picture; None is an unused option.
 
     Raises:
         UserError: a directory is missing, a path is itself one, or the picture's suffix names no

@@ -23,13 +23,10 @@ def printable(text: str) -> str:
 
 
 def print_shaded(console: Console, passes: Sequence[str], *, wrap: bool = False) -> None:
-    """Print an output, shaded by forward pass.
+    """Print an output by the texts that each forward pass added.
 
-    Args:
-        console: console to print on; the text of neighbouring passes alternates in shade on a
-            terminal and is separated by bars elsewhere.
-        passes: text that each forward pass added.
-        wrap: whether to break lines between words; without it, lines can be copied as they are.
+    Neighbours alternate in shade on a terminal and are separated by bars elsewhere. Without
+    ``wrap``, lines can be copied as they are.
     """
     if not console.is_terminal:
         console.print("|".join(passes), markup=False, highlight=False, soft_wrap=not wrap)
@@ -48,11 +45,9 @@ class ShadedStream:
         self._num_passes = 0
 
     def add(self, text: str, *, aside: bool = False) -> None:
-        """Print the text that a forward pass added.
+        """Print the text that a forward pass added; an empty one counts as a pass, too.
 
-        Args:
-            text: the text; an empty one counts as a pass, too.
-            aside: whether it is no part of the answer, such as thinking; it is then in italics.
+        An aside, such as thinking, is no part of the answer and in italics.
         """
         index, self._num_passes = self._num_passes, self._num_passes + 1
         console = self._console

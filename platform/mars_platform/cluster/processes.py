@@ -75,13 +75,9 @@ def attempt(
 ) -> None:
     """Call a function until it succeeds, at most `MAX_ATTEMPTS` times.
 
-    Args:
-        start: starts something; it can be called again after it has failed.
-        name: noun for what is started, which begins each message.
-        remedy: what the user may do, which ends the last message.
-        tell: takes one line for each failure that another attempt follows.
-        errors: exceptions after which another attempt may succeed; never a `ValueError`, because
-            arguments that are wrong stay wrong.
+    Each failure that another attempt follows is told in a line that begins with ``name``, a noun
+    for what is started; the last one ends in the remedy. Only ``errors`` are tried again, never a
+    `ValueError`, because arguments that are wrong stay wrong.
 
     Raises:
         UserError: the last attempt has failed.

@@ -26,9 +26,7 @@ _CENTRAL_PROCESSES = ("gcs_server", "raylet")
 def job_variables(stop_wait_s: int) -> dict[str, str]:
     """Return environment variables of a job that no argument of ``submit_job`` covers.
 
-    Args:
-        stop_wait_s: seconds between SIGTERM and SIGKILL when the job is stopped; 3 by default,
-            which ends a job in the middle of a checkpoint.
+    Between SIGTERM and SIGKILL lie 3 s by default, which ends a job in the middle of a checkpoint.
     """
     return {
         "RAY_JOB_STOP_WAIT_TIME_S": str(stop_wait_s),
@@ -161,10 +159,8 @@ def python_proxy_variables(*, guard: str) -> dict[str, str]:
     """Return the environment of a cluster whose requests come in through Serve's Python proxies.
 
     RAY_SERVE_THROUGHPUT_OPTIMIZED is documented and turns direct ingress on;
-    RAY_SERVE_ENABLE_DIRECT_INGRESS, which turns it off again, is internal.
-
-    Args:
-        guard: import path of a function that guards each HTTP server.
+    RAY_SERVE_ENABLE_DIRECT_INGRESS, which turns it off again, is internal. ``guard`` is the import
+    path of a function that guards each HTTP server.
     """
     return {
         **_patient_proxy_variables(),

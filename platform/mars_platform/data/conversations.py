@@ -91,13 +91,10 @@ def read_answer(conversation: Conversation) -> str | None:
 def is_correct(response: str, answer: str) -> bool:
     """Return whether a response ends with a mark followed by exactly this answer.
 
-    The marks are ``Answer:`` and GSM8K's ``####``; the last one counts. White space around the
-    answer does not matter, and numbers are compared by value: 1,234 is 1234 and 72.0 is 72.
-    Everything else is compared exactly.
-
-    Args:
-        response: text that the model wrote.
-        answer: the expected answer, alone or at the end of a worked solution behind a mark.
+    The marks are ``Answer:`` and GSM8K's ``####``; the last one counts, also in the expected
+    answer, which may stand at the end of a worked solution. White space around the answer does not
+    matter, and numbers are compared by value: 1,234 is 1234 and 72.0 is 72. Everything else is
+    compared exactly.
     """
     given = _behind_mark(response)
     return bool(given) and _value(given) == _value(_behind_mark(answer) or answer.strip())

@@ -31,11 +31,9 @@ _MAX_ROW_BYTES = 64 * 2**20
 
 
 def find_files(sources: Iterable[str], setting: str = "data.train") -> list[str]:
-    """Return the data files that files, directories and globs stand for, in order.
+    """Return the data files that paths, directories, globs and fsspec URLs stand for, in order.
 
-    Args:
-        sources: paths or fsspec URLs as the user wrote them; relative paths stay relative.
-        setting: the field that error messages name.
+    Relative paths stay relative. Errors name ``setting``.
 
     Raises:
         UserError: a source is missing, holds no data file, or is of an unknown kind.

@@ -42,14 +42,10 @@ def control_tokens(
 ) -> dict[int, AddedToken]:
     """Return the added tokens that structure a prompt, by id.
 
-    These are the special tokens, others of the form ``<|...|>``, those with the given ids, and of
-    the rest the tags that the chat template mentions, such as ``<tool_call>``. All other added
-    tokens, such as runs of white space, are ordinary text.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        ids: ids of further tokens, such as end tokens that only a configuration names.
-        with_tags: whether the template's tags count.
+    These are the special tokens, others of the form ``<|...|>``, those with the given ids, such as
+    end tokens that only a configuration names, and, ``with_tags``, of the rest the tags that the
+    chat template mentions, such as ``<tool_call>``. All other added tokens, such as runs of white
+    space, are ordinary text.
     """
     known: dict[int, AddedToken] = tokenizer.backend_tokenizer.get_added_tokens_decoder()
     named = {*tokenizer.all_special_ids, *ids}
@@ -140,17 +136,10 @@ class PromptEncoder:
         add_special_tokens: bool = False,
         max_tokens: int | None = None,
     ) -> list[int]:
-        """Render a conversation with the model's chat template and return its token ids.
+        """Render a conversation by `render_prompt` and return its token ids.
 
-        Args:
-            messages: turns in the form that Hugging Face's chat templates read.
-            tools: functions that the model may call.
-            template_kwargs: further variables of the template, set by the sender of a request.
-            add_generation_prompt: whether the prompt ends with the header of an assistant turn.
-            continue_final_message: whether the prompt ends where the last turn's text does.
-            add_special_tokens: whether the tokenizer adds its special tokens; a template usually
-                writes them itself.
-            max_tokens: number of tokens beyond which a long prompt is given up.
+        The tokenizer adds no special tokens by default, since a template usually writes them
+        itself. A long prompt is given up beyond ``max_tokens``.
 
         Raises:
             UserError: see `render_prompt`; or the tokenizer takes a text for a control token.
@@ -185,10 +174,7 @@ class PromptEncoder:
     ) -> Encoded:
         """Return a text's token ids, none of which is a control token that the text spells.
 
-        Args:
-            text: the text.
-            add_special_tokens: whether the tokenizer adds its special tokens.
-            with_spans: whether the spans are known, which takes three times the memory.
+        With spans, this takes three times the memory.
 
         Raises:
             UserError: the tokenizer takes the text for a control token.

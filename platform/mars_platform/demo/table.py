@@ -115,11 +115,8 @@ def _speed(result: DemoResult, base: DemoResult, num_users: int) -> float:
 
 
 def figures(results: Sequence[DemoResult], seconds: dict[str, float]) -> dict[str, Any]:
-    """Return the results as the content of the JSON file.
-
-    Args:
-        results: one result for each of `SETTINGS`.
-        seconds: duration of each part of the demo.
+    """Return the results of `SETTINGS`, and the seconds of each part of the demo, for the JSON
+    file.
     """
     return {
         "rows": [

@@ -24,12 +24,7 @@ class Mode(StrEnum):
 
 
 def default_mode(*, has_masks: bool, has_threshold: bool) -> Mode:
-    """Return the mode where none is named: one that loses nothing, unless a τ says otherwise.
-
-    Args:
-        has_masks: whether the model proposes tokens by masks.
-        has_threshold: whether a τ was named.
-    """
+    """Return the mode where none is named: one that loses nothing, unless a τ was named."""
     if has_threshold:
         return Mode.THRESHOLD
     return Mode.EXACT if has_masks else Mode.AR

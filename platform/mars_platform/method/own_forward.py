@@ -40,12 +40,11 @@ class OwnForward:
     def of(
         cls, model: PreTrainedModel, *, avoided: Collection[int] = (), most: int = _NUM_TOKENS
     ) -> OwnForward:
-        """Run the model's own forward pass, with the attention that its family's file spells out.
+        """Run the model's own forward pass over ``most`` tokens, with the attention of its family's
+        file.
 
-        Args:
-            model: in the mode of inference; its attention is still its own, and stays "eager".
-            avoided: token ids that the tokens leave out, such as the mask's.
-            most: most tokens.
+        The model is in the mode of inference; its attention is still its own, and stays "eager".
+        The tokens leave out those to be avoided, such as the mask.
         """
         drawn = torch.randint(
             model.config.get_text_config().vocab_size,
@@ -62,12 +61,9 @@ class OwnForward:
     def check(self, way: str, compute: Callable[[], Tensor]) -> None:
         """Refuse the model if it gives other logits in another way.
 
+        The other way computes the logits [tokens or fewer, vocabulary] behind the leading tokens.
         Half of the prefix, and half of the other tokens, have to agree: in a narrow type a mixture
         of experts may choose another expert for a few tokens.
-
-        Args:
-            way: words for the other way.
-            compute: returns the logits [tokens or fewer, vocabulary] behind the leading tokens.
 
         Raises:
             UserError: the message names the family and the difference.

@@ -50,9 +50,6 @@ class Translation:
 
         It is interpolated between the knots, that of the first knot below it, and 1 for 1: plain AR
         decoding is the same by any confidence.
-
-        Args:
-            probability: a threshold in (0, 1].
         """
         index = bisect_left(self.probability, probability)
         if index == 0:

@@ -164,11 +164,9 @@ def pack(uploads: Mapping[str, Path], archive: Path) -> None:
 
 
 def entrypoint(config: str, overrides: Sequence[str]) -> str:
-    """Return the job's shell command, ``marsray train``; another version of marsray is refused.
+    """Return the job's shell command, ``marsray train`` on a recipe in the job's working directory.
 
-    Args:
-        config: name of the recipe's file in the job's working directory.
-        overrides: settings that replace the recipe's, as ``key.sub=value``.
+    Another version of marsray is refused.
     """
     settings = [part for each in (*overrides, "cluster.address=auto") for part in ("--set", each)]
     error = f"error: the cluster needs marsray {__version__}, as here; install it there"

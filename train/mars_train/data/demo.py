@@ -27,15 +27,7 @@ def write_demo_data(
     """Write ``train.jsonl`` and ``eval.jsonl``, which share no question.
 
     Held-out questions are distinct. Training questions may repeat, because some kinds have only
-    some hundreds.
-
-    Args:
-        out: directory, which is made if it is missing.
-        draw: draws one task.
-        num_train: rows of ``train.jsonl``.
-        num_eval: rows of ``eval.jsonl``.
-        seed: seed of all choices.
-        on_progress: called now and then with the number of tasks drawn and the number of all.
+    some hundreds. Progress is the number of tasks drawn, and that of all.
 
     Raises:
         UserError: the directory has data already or cannot be made, or there are fewer distinct

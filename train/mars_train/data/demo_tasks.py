@@ -57,10 +57,9 @@ TaskMaker = Callable[[random.Random], Task]
 def draw_ledger(rng: random.Random, difficulty: int) -> Task:
     """Draw a count of things with eight changes, answered sentence by sentence.
 
-    Args:
-        rng: source of all choices.
-        difficulty: changes in each sentence, 1 to 4. The totals of a sentence follow each other
-            directly; a model that emits several in one forward pass has to add up internally.
+    The difficulty is the number of changes in each sentence, 1 to 4. The totals of a sentence
+    follow each other directly; a model that emits several in one forward pass has to add up
+    internally.
     """
     thing, total = rng.choice(_THINGS), rng.randint(20, 89)
     start, changes, totals = total, list[int](), list[int]()

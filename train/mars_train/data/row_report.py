@@ -94,13 +94,10 @@ class RowReport:
 def refuse_bad_data(
     counts: RowCounts, max_bad_rows: int, dropped: Sequence[str], report: Path | None = None
 ) -> None:
-    """Refuse data without a usable row or with too many bad ones.
+    """Refuse data without a usable row or with more bad ones than the recipe allows.
 
-    Args:
-        counts: sums over the rows read.
-        max_bad_rows: bad rows that the recipe allows.
-        dropped: ``file:line: reason`` of bad rows, of which the message shows the first.
-        report: the file that lists all of them; None if there is none.
+    The message shows the first ``file:line: reason`` of ``dropped``, and the file that lists them
+    all.
 
     Raises:
         UserError: no row is usable, or more are bad than allowed.

@@ -230,13 +230,9 @@ def temperatures(
 def block_offsets(
     rows: NDArray[np.int64], seed: int, epoch: int, block_size: int | NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Return the offset of each row's block borders in an epoch: int64 [rows] below block_size.
+    """Return the offset of each row's block borders in an epoch: int64 [rows] below ``block_size``.
 
-    Args:
-        rows: int64 [rows].
-        seed: the recipe's seed.
-        epoch: number of the epoch.
-        block_size: size of all rows' blocks, or of each row's, int64 [rows].
+    That is the size of all rows' blocks, or of each row's, int64 [rows].
     """
     limits = np.asarray(block_size).astype(np.uint64)
     return (_hash(_OFFSET, seed, epoch, rows) % limits).astype(np.int64)

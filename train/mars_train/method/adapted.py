@@ -31,12 +31,8 @@ from mars_train.method.objective import MaskLoss, Objective
 class AdapterObjective(Objective):
     """The model with an adapter and the loss of its masks, as the module that is wrapped.
 
-    The clean loss, which is constant, is not computed and counts 0.
-
-    Args:
-        model: a model with an adapter attached; its kind of attention is changed in place.
-        mask_loss: see `Objective`.
-        attention: see `Objective`.
+    The model's kind of attention is changed in place; see `Objective`. The clean loss, which is
+    constant, is not computed and counts 0.
     """
 
     def __init__(
@@ -122,12 +118,9 @@ class _CleanStream:
 
 
 def _select(batch: Batch, wanted: Tensor, multiple_of: int) -> _Stream:
-    """Select the slots of a stream, padded to the longest row, rounded up to ``multiple_of``.
+    """Select the slots of a stream, bool [rows, slots], padded to the longest row.
 
-    Args:
-        batch: the batch.
-        wanted: bool [rows, slots], whether a slot belongs to the stream; padding never does.
-        multiple_of: the length of the rows is a multiple of it, and at least one slot.
+    The length is rounded up to ``multiple_of``, and at least one slot; padding is never selected.
     """
     wanted = wanted & (batch.documents != PADDING_DOCUMENT)
     counts = wanted.sum(dim=1, keepdim=True)  # [rows, 1]

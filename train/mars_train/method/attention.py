@@ -98,11 +98,6 @@ def slots_of(batch: Batch) -> RowSlots:
 def mask_between(queries: RowSlots, keys: RowSlots, attention: Attention) -> Tensor | BlockMask:
     """Return the attention mask of some slots of packed rows towards others, or themselves.
 
-    Args:
-        queries: columns of [rows, queries].
-        keys: columns of [rows, keys].
-        attention: kind of attention.
-
     Returns:
         bool [rows, 1, queries, keys] for SDPA, a block mask for flex attention.
     """
@@ -119,10 +114,6 @@ def block_mask(queries: RowSlots, keys: RowSlots) -> BlockMask:
 
     Torch's ``create_block_mask`` computes the visibility of all pairs of slots at once unless it is
     compiled; here it is computed and summed up by rows of blocks.
-
-    Args:
-        queries: columns of [rows, queries].
-        keys: columns of [rows, keys].
     """
     lengths = queries.position.shape[1], keys.position.shape[1]
     assert not any(length % FLEX_MULTIPLE for length in lengths), lengths
@@ -177,10 +168,6 @@ def compiled_flex_attention(scaling: float, backend: str | Callable[..., Any] = 
     row or one block of slots take variants of their own, and so do modes of gradients. These are
     more than torch's default limit of 8, behind which it would run flex attention unfused without
     a word: the limit is raised, and ``fullgraph`` makes an error of reaching it.
-
-    Args:
-        scaling: factor of the scores.
-        backend: torch's compiler.
     """
 
     def attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) -> Tensor:

@@ -174,13 +174,10 @@ class Batch:
 
 
 def pack(layouts: Sequence[Layout], row_slots: int, multiple_of: int = 1) -> list[list[Layout]]:
-    """Distribute layouts evenly over the number of rows that leaves the least padding.
+    """Distribute layouts, at least one, over the number of rows that leaves the least padding.
 
-    Args:
-        layouts: at least one layout.
-        row_slots: most slots of a row; a longer layout raises the limit to its own length, because
-            `collate` pads all rows to the longest one.
-        multiple_of: the value that `collate` will be called with.
+    A layout longer than ``row_slots`` raises that limit to its own length, because `collate`, which
+    will be called with ``multiple_of``, pads all rows to the longest one.
     """
     largest_first = sorted(layouts, key=lambda item: len(item.tokens), reverse=True)
     sizes = [len(layout.tokens) for layout in largest_first]

@@ -107,9 +107,7 @@ class Objective(nn.Module):
     def forward(self, batch: Batch, *, on_policy: bool = False) -> LossSums:
         """Return the loss sums of one packed batch; without labels, zeros that have gradients.
 
-        Args:
-            batch: the batch.
-            on_policy: whether masks learn from the model's scores of its own drafts; see `_scored`.
+        On policy, masks learn from the model's scores of its own drafts; see `_scored`.
         """
         hidden = self._hidden_states(batch)
         masked = batch.depths > 0

@@ -48,11 +48,7 @@ def write_curves_page(title: str, histories: Mapping[str, TrainingHistory], path
 
 
 def picture_of(histories: Mapping[str, TrainingHistory]) -> Figure:
-    """Draw one row per stage: loss, loss by depth, accuracy, tokens per forward pass.
-
-    Args:
-        histories: histories by name of the stage, in order.
-    """
+    """Draw one row per stage: loss, loss by depth, accuracy, tokens per forward pass."""
     figure = Figure(figsize=(16, 3.6 * len(histories)), layout="constrained")
     grid = figure.subplots(len(histories), 4, squeeze=False)
     for axes, (stage, history) in zip(grid, histories.items(), strict=True):

@@ -81,15 +81,8 @@ class _Job:
 class Generation:
     """A stage of objective generate in a run.
 
-    Args:
-        recipe: the recipe of the run.
-        stage: the stage.
-        model: checkpoint that responds.
-        data: token store that gives the prompts.
-        share: makes both available to writers and returns them for `fetch_shared`, model first.
-        shards: storage of the shards.
-        results: storage of the finished stages, on local disk.
-        console: console for progress and messages.
+    A call of ``share`` makes model and data available to writers and returns them for
+    `fetch_shared`, model first. Results of finished stages are on local disk.
     """
 
     recipe: Recipe

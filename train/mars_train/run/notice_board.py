@@ -55,10 +55,8 @@ def shown_progress(
 ) -> Iterator[ActorHandle[Any]]:
     """Create a notice board and show its content on the console during the block.
 
-    Args:
-        console: the console to print to.
-        stop_wanted: called twice a second; the workers are asked to stop once it returns True.
-        to_come: work of the stages that follow, as a multiple of this one's.
+    Twice a second ``stop_wanted`` is called; once it returns True, the workers are asked to stop.
+    The work of the stages that follow, as a multiple of this one's, is ``to_come``.
     """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     # Without affinity Ray may place an actor of no CPU on a node that leaves during the run.

@@ -29,12 +29,9 @@ class Start:
 
 
 def prepare_start(directory: RunDirectory, base: Path | None, console: Console) -> Start:
-    """Keep the recipe, create the model if there is none, and read the held-out set.
+    """Keep the recipe, create the model if there is no ``base``, and read the held-out set.
 
-    Args:
-        directory: the directory of the run; it is cleared if the run is refused.
-        base: directory of the model to start from; None for a new one.
-        console: the console to print to.
+    The directory is cleared if the run is refused.
 
     Raises:
         UserError: the recipe's model or data is unusable.

@@ -12,21 +12,12 @@ from mars_train.run.run_directory import RunDirectory
 
 
 def run_recipe(recipe: Recipe, console: Console, page: Path | None = None) -> Path:
-    """Run all stages that are not trained yet; the last one's model is ``output/model``.
+    """Run all stages that are not trained yet, and return the last one's model, ``output/model``.
 
-    A run that is finished already stays as it is.
-
-    The recipe is kept in ``output/recipe.yaml``, earlier stages' checkpoints in
-    ``output/stages/NAME``, the tokenised data and its report in ``output/data`` and
-    ``output/report.jsonl``, the losses and scores in ``output/curves.png``.
-
-    Args:
-        recipe: the recipe.
-        console: console for progress and messages.
-        page: HTML page to write in the end, with losses and scores; None for none.
-
-    Returns:
-        The directory of the final checkpoint.
+    A run that is finished already stays as it is. The recipe is kept in ``output/recipe.yaml``,
+    earlier stages' checkpoints in ``output/stages/NAME``, the tokenised data and its report in
+    ``output/data`` and ``output/report.jsonl``, the losses and scores in ``output/curves.png`` and
+    in an HTML page if one is wanted.
 
     Raises:
         UserError: something the recipe names is missing, unusable or in the way.

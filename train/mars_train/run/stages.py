@@ -63,12 +63,9 @@ are taken before it ends, and at a step with a score and a checkpoint the worker
 
 
 def train_stages(directory: RunDirectory, start: Start, console: Console) -> None:
-    """Prepare the data and train all stages that are not trained yet.
+    """Prepare the data and train all stages that are not trained yet, from ``start`` on.
 
-    Args:
-        directory: the directory of the run; it is cleared if the run is refused.
-        start: what the first stage begins with.
-        console: the console to print to.
+    The directory is cleared if the run is refused.
 
     Raises:
         UserError: the cluster, the data or a setting of a stage is unusable.
@@ -266,13 +263,7 @@ class _Run:
 
 
 def work_to_come(recipe: Recipe, stage: Stage, num_rows: int) -> float:
-    """Return the expected work of the stages after one, as a multiple of its own.
-
-    Args:
-        recipe: the recipe of the run.
-        stage: one of its stages.
-        num_rows: conversations of the training data.
-    """
+    """Return the expected work of the stages after one, as a multiple of its own."""
     later = recipe.stages[recipe.stages.index(stage) + 1 :]
     return sum(_work(each, num_rows) for each in later) / _work(stage, num_rows)
 

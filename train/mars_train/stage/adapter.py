@@ -24,18 +24,10 @@ def add_adapter(
     base: str,
     provenance: dict[str, Any],
 ) -> Checkpoint:
-    """Attach a new adapter to a model, in place, and name the mask token in its tokenizer.
+    """Attach a new adapter to a model, in place, and return the checkpoint with it.
 
-    Args:
-        model: the model with the weights of the checkpoint.
-        checkpoint: what the stage begins with.
-        settings: settings of the adapter.
-        block_size: B, in tokens.
-        base: directory or hub id of the model, to tell users.
-        provenance: facts about the run.
-
-    Returns:
-        The checkpoint with the adapter.
+    Its tokenizer names the mask token. Users know the model by ``base``; the provenance is facts
+    about the run.
 
     Raises:
         UserError: the model lacks a target module.

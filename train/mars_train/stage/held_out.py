@@ -81,16 +81,10 @@ def score_held_out(
     workers: Workers,
     step: int,
 ) -> HeldOutScore:
-    """Score a model; every worker must call this with the same weights.
+    """Score a model that was trained for ``step`` optimizer steps.
 
-    Args:
-        held_out: the whole set.
-        settings: thresholds and limits.
-        checkpoint: tokenizer, special tokens and block size of the model; without a block size it
-            is decoded one token at a time only.
-        model: a copy of the model, which the engine may change.
-        workers: the workers that share the set.
-        step: optimizer steps that the model was trained for.
+    Every worker must call this with the same weights, in a copy that the engine may change. A
+    checkpoint without a block size is decoded one token at a time only.
     """
     part = slice(workers.rank, None, workers.num_workers)
     decoding = [ONE_TOKEN]

@@ -33,11 +33,9 @@ class Workers:
         self.device = self._accelerator.device
 
     def wrap(self, model: nn.Module, layer_classes: Iterable[str]) -> nn.Module:
-        """Wrap a model such that its gradients are averaged over all workers.
+        """Wrap a model with float32 weights such that its gradients are averaged over all workers.
 
-        Args:
-            model: a model on any device with float32 weights.
-            layer_classes: names of the classes whose modules FSDP2 shards as units.
+        FSDP2 shards modules of the named classes as units.
         """
         if self._strategy == "ddp" or self.num_workers == 1:
             wrapped = self._accelerator.prepare_model(model)

@@ -36,13 +36,7 @@ class Responder:
     """A model that responds to prompts of token stores.
 
     A model that knows masks decodes in mode exact, which is faster and gives the output of mode ar.
-
-    Args:
-        checkpoint: the model.
-        stage: settings of the responses.
-        max_length: most tokens of a conversation, at most the model's context.
-        dtype: type of the weights.
-        device: device to run on.
+    A conversation has at most ``max_length`` tokens, which the model's context has to hold.
 
     Raises:
         UserError: the weights cannot be loaded.
@@ -72,11 +66,7 @@ class Responder:
         )
 
     def respond(self, data: TokenStore, rows: NDArray[np.int64]) -> list[tuple[int, ...]]:
-        """Return the response to the prompt of each row, the end token included.
-
-        Args:
-            data: the conversations.
-            rows: int64 [responses].
+        """Return the response to the prompt of each row, int64 [responses], the end token included.
 
         Raises:
             UserError: the model gives no finite logits, or a prompt leaves no room.
@@ -122,13 +112,8 @@ def append_responses(
     rows: NDArray[np.int64],
     responses: Sequence[Sequence[int]],
 ) -> None:
-    """Add rows of the data with their responses, which are supervised, to a store.
-
-    Args:
-        writer: the store.
-        data: the conversations that gave the prompts.
-        rows: row of each response, int64 [responses].
-        responses: token ids of each response, at least one.
+    """Add rows of the data, int64 [responses], with their responses, which are supervised, to a
+    store.
     """
     prompts = [prompt_of(data, int(row)) for row in rows]
     sizes = [(len(p), len(r)) for p, r in zip(prompts, responses, strict=True)]

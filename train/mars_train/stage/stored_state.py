@@ -17,13 +17,9 @@ CHECKPOINT_PREFIX = "step-"
 def refuse_other_run(
     recipe: Recipe, content: dict[str, Any], location: str, *, fingerprint: str | None = None
 ) -> None:
-    """Refuse a checkpoint of a run that trains another model.
+    """Refuse a checkpoint, by the content of its `STATE_FILE`, of a run that trains another model.
 
-    Args:
-        recipe: the recipe of this run.
-        content: content of the checkpoint's `STATE_FILE`.
-        location: path or URL of the checkpoint.
-        fingerprint: fingerprint of this run's data; None if it is not known yet.
+    Data is not compared if the fingerprint of this run's is not known yet.
 
     Raises:
         UserError: the checkpoint's recipe or data is another; the message says in what.

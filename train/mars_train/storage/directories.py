@@ -114,10 +114,7 @@ class Storage:
     def save(self, name: str, write: Callable[[Path], None], group: WriterGroup) -> None:
         """Write a directory together with the group's other processes.
 
-        Args:
-            name: name of the new directory.
-            write: writes this process's files into the directory that it is called with.
-            group: the processes that call this together.
+        Each writes its own files into the directory that ``write`` is called with.
 
         Raises:
             SaveFailed: on every process if any of them could not write; nothing is left behind.

@@ -105,8 +105,7 @@ class Adapter:
     def attach(self, model: PreTrainedModel) -> None:
         """Attach this adapter, with its weights, to the model that it belongs to, in place.
 
-        Args:
-            model: its weights may be without numbers, on the meta device; the adapter's then are.
+        On a model without numbers, on the meta device, the adapter has none either.
 
         Raises:
             UserError: the weights are missing, damaged, or do not fit the model or the settings.
@@ -171,13 +170,8 @@ def save_adapter(
     tokenizer: PreTrainedTokenizerBase,
     metadata: AdapterMetadata,
 ) -> None:
-    """Write a directory with a model's adapter; `read_adapter` and peft read it.
-
-    Args:
-        path: an existing directory.
-        model: the model that the adapter is attached to; of its own weights nothing is written.
-        tokenizer: the model's tokenizer with the mask token.
-        metadata: content of ``mars.json``.
+    """Write the adapter that is attached to a model, and nothing of the model's own weights, into
+    an existing directory; `read_adapter` and peft read it.
     """
     settings = adapter_settings(model)
     names = {id(module): name for name, module in model.named_modules()}
@@ -200,12 +194,7 @@ def save_adapter(
 
 
 def identify_base(path: Path, tokenizer: PreTrainedTokenizerBase, name: str) -> BaseIdentity:
-    """Return what binds an adapter to a model.
-
-    Args:
-        path: directory of the model.
-        tokenizer: the model's.
-        name: directory or hub id to tell users.
+    """Return what binds an adapter to the model in a directory, which users know by ``name``.
 
     Raises:
         UserError: a file of the model is damaged.

@@ -34,24 +34,15 @@ class MaskGate:
         """int64 [masks], indices of the mask positions among all positions of the pass."""
 
     def set(self, is_mask: Tensor) -> None:
-        """Set the gate for the pass that begins.
-
-        Args:
-            is_mask: bool [...], whether the input token at each position is the mask.
-        """
+        """Set the gate for the next pass: bool [...], whether each input token is the mask."""
         self.rows = is_mask.flatten().nonzero().squeeze(-1)
 
 
 class GatedEmbedding(nn.Module):
     """An input embedding in which the mask token has a row of the adapter's own.
 
-    The mask's id may lie past the rows of the model's own embedding.
-
-    Args:
-        base_layer: the model's own embedding.
-        gate: set in each forward pass.
-        mask_token_id: id of the mask token.
-        mask_row: [1, width], what the mask token's row starts as.
+    The mask's id may lie past the rows of the model's own embedding. Its row starts as
+    ``mask_row``, [1, width].
     """
 
     def __init__(
@@ -70,13 +61,8 @@ class GatedEmbedding(nn.Module):
 
 
 class GatedLinear(nn.Module):
-    """A linear layer with a low-rank product that is added at mask positions.
-
-    Args:
-        base_layer: the model's own layer.
-        gate: the positions to act at.
-        rank: rank of the product.
-        scale: factor of the product.
+    """A linear layer with a low-rank product, times ``scale``, that is added at the gate's
+    positions.
     """
 
     def __init__(self, base_layer: nn.Linear, gate: MaskGate, rank: int, scale: float) -> None:
@@ -99,15 +85,12 @@ class GatedLinear(nn.Module):
 
 
 def attach_adapter(model: PreTrainedModel, settings: AdapterSettings, mask_token_id: int) -> None:
-    """Replace a model's embedding and target layers, in place, by gated ones of a new adapter.
+    """Replace an unchanged model's embedding and target layers, in place, by gated ones of a new
+    adapter.
 
-    The mask token's row starts as the mean of the embedding's rows below its id. The model's own
-    weights are kept and frozen, and the adapter's get gradients.
-
-    Args:
-        model: a model of transformers whose layers have not been changed yet.
-        settings: rank, scale and target layers.
-        mask_token_id: id of the mask token; it may be past the model's vocabulary.
+    The mask token's row, which may be past the model's vocabulary, starts as the mean of the
+    embedding's rows below its id. The model's own weights are kept and frozen, and the adapter's
+    get gradients.
 
     Raises:
         UserError: the model has no layer of some name in ``target_modules``.
@@ -168,12 +151,9 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def fill_adapter(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
-    """Copy weights into a model's adapter, converted to its number type.
+    """Copy weights by peft's names into a model's adapter, converted to its number type.
 
-    Args:
-        model: a model with an adapter attached.
-        tensors: weights by peft's names.
-        source: name of their origin, such as a file, for the error.
+    Errors name ``source``, the weights' origin.
 
     Raises:
         UserError: a weight is missing, has another shape than the model's layers need, belongs to
