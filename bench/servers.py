@@ -24,11 +24,7 @@ def running(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a server for the length of the block, which begins when the server is ready.
 
-    Args:
-        command: The server's command line.
-        ready_url: URL that answers with status 200 when the server is ready.
-        log: File to which the server's output is appended.
-        environment: Variables to add to those of this process.
+    It is ready when a URL answers with status 200. Its output is appended to ``log``.
 
     Raises:
         CommandFailed: The server ended or was not ready in time; the message names the log.
@@ -55,8 +51,7 @@ def running(
 def own_ray_cluster(directory: str) -> dict[str, str]:
     """Return the variables that make a command start a Ray cluster of its own.
 
-    Args:
-        directory: Directory of Ray's files; its path must be short, since it holds Unix sockets.
+    The path of Ray's directory must be short, since it holds Unix sockets.
     """
     token = secrets.token_hex(16)
     own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_ADDRESS": ""}

@@ -115,13 +115,8 @@ class Run:
 
 
 def paced_copy(model: Path, into: Path, pace: Pace, *, exact: bool) -> Frontier:
-    """Copy a checkpoint and replace the step times of its frontier.
-
-    Args:
-        model: Directory of the checkpoint, with ``frontier.json``.
-        into: Directory of the copy, which must not exist.
-        pace: The new step times.
-        exact: Whether the points of mode exact are kept.
+    """Copy a checkpoint and replace the step times of its frontier; ``exact`` keeps mode exact's
+    points.
 
     Raises:
         UserError: The frontier is missing or is refused.
@@ -145,11 +140,7 @@ def paced_copy(model: Path, into: Path, pace: Pace, *, exact: bool) -> Frontier:
 def run(bench: Bench, contender: Contender, trace: Sequence[TraceRequest], work: Path) -> Run:
     """Start a server, warm it up, replay the trace and end the server.
 
-    Args:
-        bench: Everything that is the same in all runs.
-        contender: The policy.
-        trace: Times and tiers of the requests; their prompts come from the data.
-        work: Directory for files.
+    The trace gives times and tiers of the requests; their prompts come from the data.
 
     Raises:
         UserError: The load test failed.

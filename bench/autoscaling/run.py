@@ -87,12 +87,8 @@ class Figures:
 
 
 def live_figures(done: Run, burst: Spike, duration_s: float) -> Figures:
-    """Return the figures of a server's run.
-
-    Args:
-        done: The run.
-        burst: The burst whose requests are also counted by themselves.
-        duration_s: Length of the trace; replicas are counted until its end.
+    """Return the figures of a server's run, and those of a burst; replicas count until the trace's
+    end.
     """
     figures, end_s = done.load.figures, burst.at_s + burst.for_s
     inside = [each for each in done.load.replayed.sent if burst.at_s <= each.sent_s < end_s]

@@ -53,10 +53,7 @@ def replica_s(seen: list[Seen], numbers: list[int], begin_s: float, end_s: float
 def watching(server: int, environment: Mapping[str, str], file: Path) -> Iterator[list[Seen]]:
     """Watch a server for the length of the block; the list is filled behind it.
 
-    Args:
-        server: Process id of the server.
-        environment: Variables with which the server was started; they open its Ray cluster.
-        file: File for what is seen.
+    The variables are those with which the server was started; they open its Ray cluster.
 
     Raises:
         RuntimeError: The server has started no cluster of its own, or the watch broke off.

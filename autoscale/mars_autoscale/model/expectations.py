@@ -25,12 +25,10 @@ class Expectation:
 
 
 def expectation_of(expectations: Sequence[Expectation], threshold: float) -> Expectation | None:
-    """Return what is expected of a τ: what was measured for the highest τ that is not above it,
-    which loses no less; None if τ is 1, or below all of them.
+    """Return what is expected of a τ, from what was measured with falling ones.
 
-    Args:
-        expectations: what was measured, with falling τ.
-        threshold: the τ.
+    That is what was measured for the highest τ that is not above it, which loses no less; None if τ
+    is 1, or below all of them.
     """
     if threshold >= 1.0:
         return None

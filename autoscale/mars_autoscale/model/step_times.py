@@ -53,12 +53,7 @@ class StepTime:
 
 
 def linear_step_time(t0_s: float, positions_to_double: float) -> StepTime:
-    """Return ``t0 * (1 + positions / K)``: a fixed part, mostly for reading the weights, and more.
-
-    Args:
-        t0_s: seconds of a step without positions.
-        positions_to_double: K, the number of positions that doubles the time.
-    """
+    """Return ``t0 * (1 + positions / K)``, in which K more positions double the time."""
     return StepTime((0.0, positions_to_double), (t0_s, 2 * t0_s))
 
 

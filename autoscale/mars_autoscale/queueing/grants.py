@@ -106,9 +106,8 @@ class Grants:
     def __init__(self, max_num_seqs: int, reserve: int) -> None:
         """Start without connections.
 
-        Args:
-            max_num_seqs: most requests that run in the engine at once.
-            reserve: requests that may wait in the engine, to be there when a running one ends.
+        At most ``max_num_seqs`` requests run in the engine; ``reserve`` may wait there for one to
+        end.
         """
         self.capacity = max_num_seqs + reserve
         self._shares = dict[str, _Share]()
@@ -147,14 +146,11 @@ class Grants:
         return max(self.capacity - self._num_held, 0)
 
     def update(self, *, is_short_of_pages: bool) -> dict[str, int]:
-        """Divide the room anew and return the limits that have changed.
+        """Divide the room anew and return the limits that have changed, which are to be told, by
+        ingress.
 
-        Args:
-            is_short_of_pages: whether requests wait in the engine because pages of the KV cache
-                are short, so that no more are to come.
-
-        Returns:
-            New limit by ingress; each is to be told.
+        While requests wait in the engine because pages of the KV cache are short, no more are to
+        come.
         """
         free = 0 if is_short_of_pages else self.num_free
         needed = self._needed(free)
@@ -189,10 +185,7 @@ class Grants:
 def _fill(levels: Mapping[str, int], wanted: Mapping[str, int], room: int) -> dict[str, int]:
     """Divide room one by one, each to the name with the lowest level that wants more.
 
-    Args:
-        levels: what each name has already; of equal ones the first is served first.
-        wanted: most that each is to get.
-        room: number to divide.
+    Of equal levels, what each name has already, the first is served first.
     """
     given = dict.fromkeys(levels, 0)
     order = enumerate(levels.items())

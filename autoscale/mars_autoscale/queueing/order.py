@@ -46,12 +46,7 @@ for its prompt and the step that it waits for."""
 
 
 def late_from(arrived_s: float, wanted_s: float) -> float:
-    """Return the time from which on a waiting request can hardly begin in time.
-
-    Args:
-        arrived_s: time of its arrival.
-        wanted_s: seconds from then within which its output should begin.
-    """
+    """Return the time from which on a request that waits can hardly begin within ``wanted_s``."""
     return arrived_s + _IN_TIME_SHARE * wanted_s
 
 
@@ -306,12 +301,7 @@ class FairQueue(Generic[ItemT]):
     def peek(
         self, skipped: Container[str] = (), *, now_s: float = -math.inf
     ) -> QueuedRequest[ItemT] | None:
-        """Return the request that is first in order; None if none waits.
-
-        Args:
-            skipped: keys whose requests do not count.
-            now_s: the time on the queue's clock, which tells what is late.
-        """
+        """Return the request that is first in order but for skipped keys; None if none waits."""
         for shares in self._tiers.values():
             if shares.num and (queued := shares.first(skipped, now_s)) is not None:
                 return queued
@@ -323,9 +313,6 @@ class FairQueue(Generic[ItemT]):
 
     def pop(self, *, now_s: float = -math.inf) -> QueuedRequest[ItemT]:
         """Remove and return the request that is first in order, and charge its key for it.
-
-        Args:
-            now_s: see `peek`.
 
         Raises:
             IndexError: no request waits.
@@ -346,12 +333,7 @@ class FairQueue(Generic[ItemT]):
         return True
 
     def settle(self, queued: QueuedRequest[ItemT], cost: int) -> None:
-        """Charge the key of a popped request what the request really cost.
-
-        Args:
-            queued: the request, which has ended.
-            cost: tokens that were computed for it; 0 if it never began.
-        """
+        """Charge the key of an ended request the tokens that were computed; 0 if it never began."""
         is_unsettled = queued._flow is not None and queued not in queued._flow.waiting
         assert is_unsettled, "only what was popped can be settled, once"
         self._tiers[queued.tier].settle(queued, cost - queued.cost)
@@ -380,12 +362,6 @@ class FairQueue(Generic[ItemT]):
         tiers, those of its key that are not late and have a deadline that is earlier by a quarter
         of a second, and what fairness gives to the other keys before the new request's turn. Of
         these, requests are counted as if each key's were of equal size.
-
-        Args:
-            tier: tier of the new request.
-            key: its key.
-            deadline_s: its deadline.
-            now_s: see `peek`.
         """
         num, tokens = self._tiers[tier].ahead(key, deadline_s, now_s)
         higher = [shares for each, shares in self._tiers.items() if each.rank > tier.rank]

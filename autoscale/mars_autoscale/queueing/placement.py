@@ -20,12 +20,7 @@ batch does."""
 
 
 def load_of(num_requests: int, backlog_tokens: int) -> float:
-    """Return a replica's load in requests.
-
-    Args:
-        num_requests: requests that it has.
-        backlog_tokens: tokens of their prompts that it has not computed yet.
-    """
+    """Return a replica's load in requests, the prompt tokens yet to be computed among them."""
     return num_requests + backlog_tokens / TOKENS_PER_REQUEST
 
 
@@ -119,13 +114,8 @@ class Placement:
     ) -> None:
         """Start without memory of any prompt.
 
-        Args:
-            slack: load above the least busy replica's from which on sessions do not count, and
-                prefixes only by the tokens that need not be computed again.
-            tokens_per_key: tokens of the page that a key names; with 0, prefixes do not count
-                beyond the slack.
-            max_keys: most pages that are remembered.
-            max_sessions: most sessions that are remembered.
+        From ``slack`` above the least busy replica's load on, sessions do not count, and prefixes
+        only by the tokens that need not be computed again, ``tokens_per_key`` for each page.
         """
         self.slack = slack
         self._load_per_key = tokens_per_key / TOKENS_PER_REQUEST
@@ -138,13 +128,9 @@ class Placement:
     ) -> str:
         """Return a replica for a prompt, and remember it for the prompt's pages and session.
 
-        The holders of the longest known beginning come first; the session's replica decides
-        between them and stands in where no beginning is known.
-
-        Args:
-            keys: keys of the prompt's leading full pages, each of which names its beginning.
-            loads: load of each replica that can take the request; not empty.
-            session: name of the conversation or user, unique among all callers.
+        A key names a beginning of the prompt that ends with a full page; a session is unique among
+        all callers. The holders of the longest known beginning come first; the session's replica
+        decides between them and stands in where no beginning is known.
         """
         most = min(loads.values()) + self.slack
         preferred = self.prefixes.deepest(keys, loads) or list(loads)

@@ -40,12 +40,10 @@ class RankedSet(Generic[MemberT]):
         return iter(self._entries)
 
     def place(self, member: MemberT, rank: float, then: int) -> None:
-        """Add a member, or move it to another rank.
+        """Add a member, or move it; smaller ranks come first, and of equal ones the smaller
+        ``then``.
 
-        Args:
-            member: a hashable object.
-            rank: smaller ranks come first.
-            then: decides between equal ranks, smaller first; different for different members.
+        For different members ``then`` has to differ.
         """
         entry = (rank, then, member)
         self._entries[member] = entry

@@ -58,17 +58,12 @@ class TraceRequest:
 
 
 def read_trace(path: Path, trace_format: TraceFormat | None = None) -> list[TraceRequest]:
-    """Read a trace file, which is decompressed if its name ends in ``.gz``.
+    """Read a trace file, which is decompressed if its name ends in ``.gz``, as requests by arrival.
 
-    An output of 0 tokens becomes 1, because a server always gives at least one. Timestamps without
-    an offset count as UTC; columns and keys that the format does not define are ignored.
-
-    Args:
-        path: the file.
-        trace_format: its layout; None guesses it from the first line.
-
-    Returns:
-        The requests by arrival, rounded to 1 µs; the first arrives at 0 s.
+    An output of 0 tokens becomes 1, because a server always gives at least one. Times are rounded
+    to 1 µs, and the first request arrives at 0 s. Timestamps without an offset count as UTC;
+    columns and keys that the format does not define are ignored. Without a format it is guessed
+    from the first line.
 
     Raises:
         UserError: the file cannot be read or holds no request, the format cannot be guessed, or a

@@ -126,28 +126,15 @@ class SyntheticTrace(Settings):
         return float(self.rate_at(np.array([0.0, *edges])).max())
 
     def rate_at(self, times_s: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the requests per second at each time.
-
-        Args:
-            times_s: [times], seconds since the trace began.
-
-        Returns:
-            [times].
-        """
+        """Return the requests per second at each time [times], in seconds since the trace began."""
         return self.mean_rate_per_s * spike_factor(self.spikes, times_s)
 
 
 def generate(settings: SyntheticTrace, seed: int) -> list[TraceRequest]:
-    """Generate a trace by a Poisson process whose rate changes over time.
+    """Generate requests by arrival, by a Poisson process whose rate changes over time.
 
-    The first request arrives at 0 s; the process gives all others.
-
-    Args:
-        settings: rates and lengths.
-        seed: seed of the randomness, at least 0; the same seed gives the same trace.
-
-    Returns:
-        The requests by arrival.
+    The first request arrives at 0 s; the process gives all others. The same seed gives the same
+    trace.
     """
     rng = np.random.default_rng(seed)
     peak = settings.peak_rate_per_s
@@ -163,22 +150,14 @@ def generate(settings: SyntheticTrace, seed: int) -> list[TraceRequest]:
 
 
 def changed(trace: Sequence[TraceRequest], change: TraceChange, seed: int) -> list[TraceRequest]:
-    """Return a trace with more or fewer requests, and with other tiers.
+    """Return a trace with more or fewer requests, and with other tiers, by arrival.
 
     Let f be ``multiply`` times the spikes' factor at a request's arrival. The request is copied
     floor(f + uniform(0, 1)) times, and each copy arrives uniform(0, ``shift_s``) seconds later. If
     f is 1, the request stays as it is. The time axis is not stretched. The n-th copies of all
     requests have the prefixes in common that the requests have, but n-th and m-th copies have none,
-    as if they came from other users; else all but the first would find their prompts cached.
-
-    Args:
-        trace: requests by arrival.
-        change: changes to make.
-        seed: seed of the randomness, at least 0; the same seed gives the same arrivals, whatever
-            the tiers.
-
-    Returns:
-        The requests by arrival.
+    as if they came from other users; else all but the first would find their prompts cached. The
+    same seed gives the same arrivals, whatever the tiers.
 
     Raises:
         UserError: no request is left, or more than `MAX_REQUESTS` are.
@@ -220,15 +199,7 @@ def _shifted(prefix: Sequence[int], shift: int) -> Sequence[int]:
 
 
 def spike_factor(spikes: Iterable[Spike], times_s: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the factor by which spikes multiply the rate at each time; 1 outside them.
-
-    Args:
-        spikes: spikes in any order.
-        times_s: [times], seconds since the trace began.
-
-    Returns:
-        [times].
-    """
+    """Return the factor by which spikes multiply the rate at each time [times]; 1 outside them."""
     factor = np.ones_like(times_s)
     for spike in spikes:
         inside = (times_s >= spike.at_s) & (times_s < spike.at_s + spike.for_s)

@@ -203,12 +203,9 @@ class Places:
     def __init__(
         self, total: int, per_key: int | None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Start with an empty queue.
+        """Start with an empty queue for a total of places, which is known only to be this or less.
 
-        Args:
-            total: Number of places, which is known only to be this or less.
-            per_key: Largest number that a key may hold; None shares them by what is free.
-            clock: Returns the time in seconds.
+        A key may hold ``per_key`` of them; None shares them by what is free.
         """
         self._total = total
         self._per_key = per_key

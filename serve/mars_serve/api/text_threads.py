@@ -35,10 +35,8 @@ _Found = TypeVar("_Found")
 class Line:
     """Threads for which work waits by turns among keys, of which none ever has all.
 
-    Args:
-        num: Number of threads, and of turns at once.
-        name: Name of the threads.
-        has_others: Whether keys other than a caller's are active.
+    Each of the ``num`` threads has one turn at once. A key has less while others than it are
+    active.
     """
 
     def __init__(self, num: int, name: str, has_others: Callable[[Caller], bool]) -> None:
@@ -137,10 +135,8 @@ class TextThreads:
     """Threads that read clients' texts and write large responses.
 
     A body that is not short has its turn from before its JSON is read, since the event loop does
-    that, until its texts are read. So the loop never reads many of one key in a row.
-
-    Args:
-        room: Bytes that large bodies may take together.
+    that, until its texts are read. So the loop never reads many of one key in a row. Large bodies
+    may take ``room`` bytes together.
     """
 
     def __init__(self, room: int) -> None:

@@ -9,11 +9,7 @@ import torch
 
 
 def hardware_name(device: str) -> str:
-    """Return a device's name as ``frontier.json`` records it.
-
-    Args:
-        device: ``cpu``, whose name includes the number of threads, or ``cuda``.
-    """
+    """Return a device's name as ``frontier.json`` records it; a CPU's has the number of threads."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     return f"{cpu_name()}, {torch.get_num_threads()} threads"

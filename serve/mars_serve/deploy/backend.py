@@ -177,15 +177,10 @@ class ReplicaBackend:
 
 
 def _prepare_move(request: Request, death: EngineDied, waited_s: float) -> None:
-    """Prepare a request of which the client has seen nothing for another replica.
+    """Prepare a request, in place, of which the client has seen nothing for another replica.
 
     A request that the fatal step may have held is tried once more, alone in its steps: in the first
     ones if it had no output, in all if nobody knows how much it had.
-
-    Args:
-        request: the request, which is changed.
-        death: the error that ended it on its replica.
-        waited_s: seconds since it arrived.
 
     Raises:
         QueueTimeout: it has waited for as long as it may.

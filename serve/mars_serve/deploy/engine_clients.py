@@ -46,9 +46,7 @@ class EngineClients:
     def __init__(self, handle: DeploymentHandle, on_change: Callable[[], None]) -> None:
         """Know no replica yet; `start` changes that.
 
-        Args:
-            handle: the handle of the model's deployment.
-            on_change: called when a replica comes or goes, or has room for more requests.
+        A replica that comes or goes, or has room for more requests, calls ``on_change``.
         """
         self._handle = handle
         self._on_change = on_change

@@ -116,9 +116,7 @@ class ArrivalMiddleware:
 class ConnectionCounts:
     """Counts the open connections of a server, in all and by address.
 
-    Args:
-        limits: Limits on connections.
-        is_local: Whether only this machine may connect.
+    A local one refuses connections of other machines.
     """
 
     def __init__(self, limits: ConnectionLimits, *, is_local: bool) -> None:

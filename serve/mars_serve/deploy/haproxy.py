@@ -85,12 +85,7 @@ class ConnectionLimits(NamedTuple):
         return {_VARIABLES[name]: str(value) for name, value in self._asdict().items()}
 
     def within(self, num_files: int, *, files_each: int = 2) -> ConnectionLimits:
-        """Return limits that a process keeps with a number of open files.
-
-        Args:
-            num_files: Open files that the process may have.
-            files_each: Files that a connection needs.
-        """
+        """Return limits that a process keeps with a number of open files."""
         reserved = min(_RESERVED_FILES, num_files // 2)
         possible = max(1, (num_files - reserved) // files_each)
         connections = min(self.connections, possible)
@@ -146,12 +141,7 @@ class Amendment(NamedTuple):
 
 
 def amendments(directory: Path, limits: ConnectionLimits) -> tuple[Amendment, ...]:
-    """Return all changes, in the order in which they are made.
-
-    Args:
-        directory: directory with the files that `write_errors` writes.
-        limits: limits on connections of clients.
-    """
+    """Return all changes in order; the errors of `write_errors` are in ``directory``."""
 
     def text(replacement: str) -> Callable[[re.Match[str]], str]:
         return lambda _: replacement
@@ -232,17 +222,12 @@ def amendments(directory: Path, limits: ConnectionLimits) -> tuple[Amendment, ..
 
 
 def amended(config: str, directory: Path, limits: ConnectionLimits, before: str = "") -> str:
-    """Return Ray Serve's configuration with marsray's amendments.
+    """Return the configuration that Ray Serve wrote, with marsray's amendments.
 
-    It opens no listeners of its own, reports errors as JSON, notices each disconnected client and
-    lost host, bounds what clients hold without finishing a request, and includes all replicas that
-    serve.
-
-    Args:
-        config: The configuration that Ray Serve wrote.
-        directory: Directory with the files that `write_errors` writes.
-        limits: Limits on connections of clients.
-        before: The previous return value of this function.
+    It opens no listeners of its own, reports errors as JSON, by the files of `write_errors` in
+    ``directory``, notices each disconnected client and lost host, bounds what clients hold without
+    finishing a request, and includes all replicas that serve: if need be those of ``before``, which
+    this function returned last.
 
     Raises:
         CannotAmend: the configuration lacks what an amendment changes.

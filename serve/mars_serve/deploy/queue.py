@@ -85,13 +85,7 @@ class RequestQueue:
         engines: Engines,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start empty.
-
-        Args:
-            model: settings of the model.
-            engines: the model's engines.
-            clock: returns the time in seconds.
-        """
+        """Start empty."""
         self.num_arrived = self.prompt_tokens = 0
         """Requests that have arrived since the start, and their prompt tokens."""
         self._engines = engines
@@ -130,13 +124,9 @@ class RequestQueue:
         return waiting
 
     async def lease(self, request: Request, arrived_s: float) -> Lease:
-        """Wait until a replica has room for a request.
+        """Wait until a replica has room for a request, which may have been at another one before.
 
         `sent` must be called once the request is sent or given up, and `ended` when it has ended.
-
-        Args:
-            request: the request, which may have been at another replica before.
-            arrived_s: time of arrival by the clock.
 
         Raises:
             QueueFull: the request would surely come too late.
@@ -173,11 +163,7 @@ class RequestQueue:
     def ended(self, lease: Lease, request: Request, num_output: int, num_hits: int) -> None:
         """Note that a lease's request has ended, and charge its key what it cost.
 
-        Args:
-            lease: the lease.
-            request: its request.
-            num_output: output tokens that it got.
-            num_hits: tokens of its prompt that were cached.
+        ``num_hits`` tokens of its prompt were cached.
         """
         self._let_go(request.key)
         if num_output:

@@ -46,12 +46,7 @@ class Router:
     """Chooses replicas for the requests of one model."""
 
     def __init__(self, page_size: int | None, slack: int) -> None:
-        """Start without knowledge.
-
-        Args:
-            page_size: Tokens per page of the KV cache; None if prefix caching is off.
-            slack: See `Placement`.
-        """
+        """Start without knowledge; without a page size, prefix caching is off. See `Placement`."""
         self._page_size = page_size
         self._placement = Placement(slack, tokens_per_key=page_size or 0)
         self._known = frozenset[str]()
@@ -70,14 +65,10 @@ class Router:
             self._placement.retain(replicas)
 
     def choose(self, request: Request, engines: Mapping[str, Engine]) -> str:
-        """Return the replica for a request.
+        """Return the replica for a request, of at least one engine that may get it.
 
         Replicas that are overdue, or that failed with this request, are avoided if there are
         others.
-
-        Args:
-            request: The request.
-            engines: The engines that may get it, by replica; not empty.
         """
         sound = [name for name, engine in engines.items() if not engine.is_overdue]
         fresh = [name for name in sound if name not in request.failed_on]

@@ -107,13 +107,7 @@ def bucket(count: int) -> int:
 def build_batch(
     scheduled: Sequence[ScheduledRow], mask_token_id: int | None, multiple_of: int = 1
 ) -> StepBatch:
-    """Lay out a step.
-
-    Args:
-        scheduled: rows of the step, in order.
-        mask_token_id: id of the mask; needed if a row feeds masks.
-        multiple_of: divisor of the padded length, besides its being a bucket's.
-    """
+    """Lay out a step of rows in order, padded to a bucket's length that ``multiple_of`` divides."""
     ids: list[int] = []
     position_ids: list[int] = []
     scored: list[int] = []
@@ -157,10 +151,6 @@ def foreseen_batch(scheduled: Sequence[ScheduledRow], page_size: int) -> StepBat
 
     It is a guess: a request may end, begin, or get masks or another page. If some row may accept
     several tokens, there is none.
-
-    Args:
-        scheduled: rows of the present step.
-        page_size: tokens in a page.
     """
     rows: list[BatchRow] = []
     for each in scheduled:

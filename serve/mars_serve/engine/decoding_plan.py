@@ -40,13 +40,7 @@ class DecodingPlan:
 
     @classmethod
     def of(cls, options: DecodingOptions, span: Span, live: LiveDecoding) -> DecodingPlan:
-        """Plan steps by a request's own mode and τ, or ``live`` if it gives no τ.
-
-        Args:
-            options: the request's options.
-            span: span of the next output token.
-            live: the engine's live decoding.
-        """
+        """Plan steps of a span by a request's own mode and τ, or ``live`` if it gives no τ."""
         checks_drafts, threshold = options.mode is Mode.EXACT, 1.0
         if options.mode is Mode.THRESHOLD:
             own = options.threshold_in(span)
@@ -62,15 +56,12 @@ class DecodingPlan:
         )
 
     def num_masks(self, block_size: int, num_left: int, outcome: int = 0) -> int:
-        """Return the most masks that are of use for an outcome.
+        """Return the most masks, up to the block size or another limit, that are of use for an
+        outcome.
 
-        A pass gives one token without masks, so masks past ``max_tokens`` would be wasted. In mode
-        exact the next pass, which checks what the masks propose, gives a token of its own, too.
-
-        Args:
-            block_size: the model's block size, or another limit.
-            num_left: output tokens that may still be accepted.
-            outcome: number of drafts that are right.
+        An outcome is a number of right drafts. A pass gives one token without masks, so masks past
+        the output tokens that are left would be wasted. In mode exact the next pass, which checks
+        what the masks propose, gives a token of its own, too.
         """
         given = outcome + (2 if self.checks_drafts else 1)
         most = block_size if self.window is None else min(self.window, block_size)
@@ -78,12 +69,7 @@ class DecodingPlan:
 
     def masks(self, block_size: int, num_left: int, num_drafts: int) -> tuple[int, ...]:
         """Return the masks of each outcome, from none of the drafts right to all of them, of a row
-        whose masks the engine does not choose.
-
-        Args:
-            block_size: see `num_masks`.
-            num_left: see `num_masks`.
-            num_drafts: drafts of the request.
+        whose masks the engine does not choose; see `num_masks`.
         """
         if not self.checks_drafts:
             return (self.num_masks(block_size, num_left),)

@@ -32,13 +32,9 @@ _LARGE_BODIES = 16
 def create_app(
     models: Mapping[str, ServedModel], settings: ServeSettings, *, replica: str | None = None
 ) -> FastAPI:
-    """Create the REST application over some models.
+    """Create the REST application over models by the names that requests give.
 
-    Args:
-        models: Models by the name that requests give.
-        settings: Settings of the server.
-        replica: Name of the Ray Serve replica that runs the application, for the label of its
-            metrics; Serve then returns X-Request-Id itself. None outside Serve.
+    In Ray Serve, metrics name the replica, and Serve returns X-Request-Id itself.
 
     Raises:
         UserError: the keys or packages that the settings require are missing.

@@ -36,9 +36,8 @@ _QUEUED = MetricDefinition(
 class IngressTelemetry(Collector):
     """Metrics of one ingress replica: how requests ended, and how often they were moved.
 
-    Args:
-        models: names that may become label values; requests for any other count as model "".
-        replica: name, unique among the replicas that one server is scraped for.
+    Requests for models that are not named count as model "". The replica's name is unique among
+    those that one server is scraped for.
     """
 
     def __init__(self, models: Collection[str], replica: str = "ingress") -> None:
@@ -62,22 +61,11 @@ class IngressTelemetry(Collector):
         self._moves[self._known(model)] += num
 
     def watch_queues(self, queues: Mapping[str, Callable[[], Mapping[Tier, int]]]) -> None:
-        """Report what waits in some models' queues, too.
-
-        Args:
-            queues: functions by model that return the number of requests by tier; any thread may
-                call them.
-        """
+        """Report what waits in some models' queues by tier, too; any thread may ask them."""
         self._queues = queues
 
     def report(self, model: str, arrived: int = 0, prompt_tokens: int = 0) -> IngressReport:
-        """Return what is counted of one model. Any thread may call this.
-
-        Args:
-            model: name of the model.
-            arrived: requests that have arrived for it since the start.
-            prompt_tokens: their prompt tokens.
-        """
+        """Return what is counted of one model, with what has arrived. Any thread may call this."""
         ended = {each: num for (name, each), num in self._requests.copy().items() if name == model}
         rejected = {
             f"{status} {code}".strip(): num

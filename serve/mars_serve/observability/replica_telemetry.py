@@ -94,10 +94,8 @@ class ReplicaTelemetry(Collector):
     ) -> ReplicaReport:
         """Return what the replica reports; if its engine has died, its last figures.
 
-        Args:
-            decision: the latest one of its inner loop, if it has one.
-            live_version: version of the governor's value that it has applied.
-            is_pinned: whether τ was set by hand.
+        It names the latest decision of its inner loop, if it has one, the version of the governor's
+        value that it has applied, and whether τ was set by hand.
         """
         engine, condition = self._engine, self._engine.condition
         phase = Phase.DRAINING if condition.is_draining else Phase.READY

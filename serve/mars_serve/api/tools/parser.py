@@ -94,10 +94,7 @@ class JsonNesting:
 class ToolParser(ABC):
     """Parser of one output; its text contains no special tokens except the tags of calls.
 
-    Args:
-        names: Names of the tools that the request offers.
-        is_parallel: Whether several calls count; otherwise only the first one does.
-        is_forced: Whether the output has to consist of calls; then it has no content.
+    If calls are forced, the output has no content; if they are not parallel, only the first counts.
     """
 
     def __init__(
@@ -217,12 +214,9 @@ class ToolParser(ABC):
     def _call_object(self, *, any_name: bool) -> ReadsWhether:
         """Parse a call written as a JSON object whose opening brace was read.
 
-        If the object turns out to be no call, it is released. Usually the name comes first, and the
-        arguments are passed on as they arrive. A ``<`` outside a string ends the object, since it
-        can only begin a tag.
-
-        Args:
-            any_name: Whether a call may name an unknown tool.
+        It may name an unknown tool only if ``any_name``. If the object turns out to be no call, it
+        is released. Usually the name comes first, and the arguments are passed on as they arrive. A
+        ``<`` outside a string ends the object, since it can only begin a tag.
         """
         nesting, text, is_first = JsonNesting(), ["{"], True
         while nesting.depth:

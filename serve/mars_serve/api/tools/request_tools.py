@@ -69,11 +69,7 @@ def prepare_tools(
 ) -> RequestTools | None:
     """Prepare a request's tools for its model; None if the model may call none.
 
-    Args:
-        tools: The tools in the request.
-        tool_choice: Which tools the model may or must call; by default it may call any.
-        parallel: Whether a turn may have several calls; by default it may.
-        checkpoint: The model, whose chat template shows how it writes calls.
+    By default it may call any, and several in a turn. Its chat template shows how it writes calls.
 
     Raises:
         ApiError: status 400: the choice names an unknown tool, a definition is unusable, or the

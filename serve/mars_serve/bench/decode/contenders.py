@@ -53,12 +53,8 @@ def build_engine(
 ) -> Engine:
     """Build an engine with pages for any ``batch`` of the requests, and warm it up.
 
-    Args:
-        model: the model, of which the engine gets a copy of its own.
-        requests: all requests that will be run.
-        batch: number of requests that run at once.
-        draws: drawn lengths that replace the acceptance rule; None keeps the rule.
-        exact: whether the engine will decode in mode exact, whose steps are wider.
+    The engine gets a copy of the model. Draws replace the acceptance rule. Steps of mode exact are
+    wider.
     """
     settings = settings_with_room(
         model.checkpoint,
@@ -94,11 +90,7 @@ def decode_with_engine(
 ) -> DecodedRun:
     """Decode with marsray's engine, which gets all requests at once and admits them as others end.
 
-    Args:
-        requests: the requests.
-        engine: function that returns the engine.
-        options: options of every request; ``max_tokens`` is replaced by the request's.
-        draws: drawn lengths that the engine was made with.
+    Their own ``max_tokens`` replace that of the options; the draws are those of the engine.
 
     Raises:
         UserError: the engine fails a request.
@@ -145,14 +137,9 @@ def decode_with_generate(
 ) -> DecodedRun:
     """Decode with ``generate`` on static batches, left-padded, with its default cache.
 
-    Requests are sorted by the length of their prompts, which saves padding. A batch runs until its
-    longest output is done; only the tokens that a request asked for count.
-
-    Args:
-        requests: the requests.
-        model: function that returns the model.
-        special: token ids that end an output, and token ids that are never emitted.
-        batch: requests of a batch; the last may be smaller.
+    Requests are sorted by the length of their prompts, which saves padding. A batch, of which the
+    last may be smaller, runs until its longest output is done; only the tokens that a request asked
+    for count.
     """
     ordered = sorted(requests, key=lambda request: len(request.prompt))
     outputs: dict[str, list[int]] = {}

@@ -113,15 +113,9 @@ def trained_model(
 
 
 def untrained_model(name: str, dtype: torch.dtype, device: str, seed: int) -> BenchModel:
-    """Return a model with random weights, as its family initialises them.
+    """Return a model, by a preset or a ``config.json``, with its family's random weights.
 
     The last token id is the mask, the block size is 4, and there is no tokenizer and no end token.
-
-    Args:
-        name: a preset or a ``config.json``.
-        dtype: type of the weights.
-        device: device of the weights.
-        seed: seed of the weights.
 
     Raises:
         UserError: there is no such preset or file, or the family is not supported.

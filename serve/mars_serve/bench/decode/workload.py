@@ -72,14 +72,7 @@ class RaggedShape:
 def generated_requests(
     count: int, shape: RaggedShape, vocabulary: Sequence[int], seed: int
 ) -> list[BenchRequest]:
-    """Make random prompts with output limits; the first requests do not depend on ``count``.
-
-    Args:
-        count: number of requests.
-        shape: ranges of the lengths.
-        vocabulary: token ids that prompts consist of.
-        seed: seed of the lengths and tokens.
-    """
+    """Make random prompts with output limits; the first requests do not depend on ``count``."""
     source = random.Random(seed)
     requests = []
     for index in range(count):
@@ -144,19 +137,10 @@ class AcceptanceDistribution(Settings):
         return passed / reached if reached else 0.0
 
     def draw(self, seed: int, request_id: str, num_output: int, num_proposed: int) -> int:
-        """Draw the number of tokens that a pass gives.
+        """Draw the number of tokens that a pass gives, from 1 to ``num_proposed``.
 
         A draw depends on the request and its number of output tokens, not on its batch: contenders
         that feed the same masks at the same point of a request get the same number.
-
-        Args:
-            seed: seed of all draws.
-            request_id: name of the request.
-            num_output: number of its output tokens so far.
-            num_proposed: number of proposals of the pass, which limits the accepted run.
-
-        Returns:
-            A number from 1 to ``num_proposed``.
         """
         key = f"{seed}/{request_id}/{num_output}".encode()
         uniform = int.from_bytes(blake2b(key, digest_size=8).digest()) / 2**64
@@ -179,11 +163,10 @@ class Draws:
 
 
 def agreeing(agreement: float, most: int) -> AcceptanceDistribution:
-    """Return the distribution in which each draft is equally likely to be right.
+    """Return the distribution in which each of at most ``most`` drafts is equally likely to be
+    right.
 
-    Args:
-        agreement: probability, in [0, 1], that a draft is right if all before it are.
-        most: most drafts of a pass, at least 1.
+    The agreement, in [0, 1], is that of a draft if all before it are right.
     """
     shares = {right + 1: agreement**right * (1 - agreement) for right in range(most)}
     return AcceptanceDistribution(

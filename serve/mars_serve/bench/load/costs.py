@@ -49,12 +49,7 @@ class QualityLoss:
 
 
 def quality_loss(sent: Iterable[SentRequest], losses: Losses) -> QualityLoss:
-    """Compute the quality that the served answers lost; unknown if it is for one of them.
-
-    Args:
-        sent: the requests, in any order.
-        losses: quality lost at each τ.
-    """
+    """Compute the quality that the served answers lost; unknown if it is for one of them."""
     served = [each for each in sent if each.is_served]
     found = [
         None if each.threshold_mean is None else losses.at(each.threshold_mean) for each in served

@@ -119,13 +119,7 @@ class LoadFigures:
 
 
 def figures_of(replayed: Replayed, objective_s: float, losses: Losses = NO_LOSSES) -> LoadFigures:
-    """Compute the figures of a test.
-
-    Args:
-        replayed: the test.
-        objective_s: seconds in which the first token should come.
-        losses: quality lost at each τ.
-    """
+    """Compute the figures of a test; first tokens should come within ``objective_s``."""
     sent, planned = replayed.sent, replayed.plan.requests
     duration_s = max((each.end_s or each.sent_s for each in sent), default=0.0)
 
@@ -155,14 +149,7 @@ def client_figures(
     duration_s: float,
     losses: Losses = NO_LOSSES,
 ) -> ClientFigures:
-    """Compute the figures of some requests.
-
-    Args:
-        sent: the requests; may be empty.
-        objective_s: seconds in which the first token should come.
-        duration_s: seconds that the test took.
-        losses: quality lost at each τ.
-    """
+    """Compute the figures of some requests, perhaps none, of a test that took ``duration_s``."""
     ended = [each for each in sent if each.end_s is not None]
     served = [each for each in ended if each.is_served]
     checked = [each.correct for each in served if each.correct is not None]
@@ -203,13 +190,7 @@ def client_figures(
 def samples_of(
     sent: Sequence[SentRequest], live: Sequence[LiveView], duration_s: float
 ) -> list[LoadSample]:
-    """Return a sample for each second of a test.
-
-    Args:
-        sent: the requests, in any order.
-        live: views of the server, by time; the last view of a second counts.
-        duration_s: seconds that the test took.
-    """
+    """Return a sample for each second of a test, with the last view of the server in it."""
     seconds = range(math.floor(duration_s / _SAMPLE_S) + 1) if sent else range(0)
     by_second: dict[int, list[SentRequest]] = {}
     for each in sent:

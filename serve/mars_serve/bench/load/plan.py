@@ -100,15 +100,11 @@ def read_questions(path: Path, most: int) -> list[Question]:
 def made_up_requests(
     trace: Sequence[TraceRequest], speedup: float, max_length: int
 ) -> list[PlannedRequest]:
-    """Plan requests with the trace's lengths, cut to what the model takes.
+    """Plan requests with the trace's lengths, cut to what the model takes, prompt and output
+    together.
 
     An output is cut to the room behind its prompt, or to half of the model's length if that is
     more; the prompt is then cut to the rest.
-
-    Args:
-        trace: requests by arrival.
-        speedup: factor by which the trace is played faster.
-        max_length: tokens that the model takes, prompt and output together; at least 2.
     """
     requests = []
     for index, each in enumerate(trace):
@@ -137,12 +133,7 @@ def question_requests(
 ) -> list[PlannedRequest]:
     """Plan requests at the trace's times that ask the questions in turn, over and over.
 
-    Args:
-        trace: requests by arrival.
-        speedup: factor by which the trace is played faster.
-        max_length: tokens that the model takes, prompt and output together.
-        questions: each question with the number of tokens of its prompt.
-        max_tokens: limit of the output tokens; None takes the trace's.
+    Each question has the tokens of its prompt. Without ``max_tokens``, outputs are the trace's.
 
     Raises:
         UserError: a question leaves no room for an output; names file and line.

@@ -56,10 +56,6 @@ class LoadTest:
 def run_load(options: LoadOptions, on_progress: Callable[[int, int, str], None]) -> LoadTest:
     """Run a load test; an interrupt while it sends ends it early, with figures up to then.
 
-    Args:
-        options: options of the test.
-        on_progress: see `replay`.
-
     Raises:
         UserError: an option, the trace or the data is bad, an output file could not be written, or
             the server cannot be used.

@@ -52,12 +52,7 @@ def allow_connections() -> None:
 
 
 def open_client(url: str, key: str | None) -> httpx.AsyncClient:
-    """Return a client without a limit of connections that follows no redirect.
-
-    Args:
-        url: address from `checked_url`.
-        key: API key of the server; None sends none.
-    """
+    """Return a client without a limit of connections that follows no redirect."""
     return httpx.AsyncClient(
         base_url=url,
         headers={} if key is None else {"Authorization": f"Bearer {key}"},

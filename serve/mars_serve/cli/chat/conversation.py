@@ -40,15 +40,7 @@ class ChatConversation:
         system: str = "",
         as_json: bool = False,
     ) -> None:
-        """Begin a conversation.
-
-        Args:
-            model: the model that answers.
-            console: console for the answers.
-            choice: how answers are decoded at first.
-            system: the first instruction; empty for none.
-            as_json: whether each answer is printed as a line of JSON.
-        """
+        """Begin a conversation with an instruction, if ``system`` is not empty."""
         self.model = model
         self.choice = choice
         self.messages = list[Message]()

@@ -32,11 +32,7 @@ class LocalModel:
     """A checkpoint that runs in this process."""
 
     def __init__(self, name: str, adapter: Path | None = None) -> None:
-        """Load a checkpoint, in the number type that it is stored in.
-
-        Args:
-            name: directory or hub id.
-            adapter: directory of an adapter of the checkpoint; None for none.
+        """Load a checkpoint, a directory or hub id, in the number type that it is stored in.
 
         Raises:
             UserError: the checkpoint cannot be used, or has no chat template.

@@ -36,12 +36,7 @@ class RemoteModel:
     """A model of a server."""
 
     def __init__(self, url: str, key: str | None, model: str | None) -> None:
-        """Ask the server for its models.
-
-        Args:
-            url: address of the server, without the ``/v1`` of OpenAI clients.
-            key: API key; None sends none.
-            model: name of the model; None takes the only one.
+        """Ask the server for its models; without a name, its only one is taken.
 
         Raises:
             UserError: the server cannot be used, or it has no such model or several.

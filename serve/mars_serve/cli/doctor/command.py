@@ -96,12 +96,8 @@ def findings(checkpoint: Path | None, adapter: Path | None, port: int | None) ->
 
 
 def findings_of_child(group: str, model: Path | None, adapter: Path | None) -> list[Finding]:
-    """Run checks in a process of their own, which the library that they load may end or block.
-
-    Args:
-        group: name of the library, ``torch`` or ``Ray``.
-        model: a checkpoint directory; None for none.
-        adapter: directory of an adapter of the model; None for none.
+    """Run the checks of ``torch`` or ``Ray``, which may end or block the process that loads it, in
+    another.
     """
     command = [sys.executable, "-m", "mars_serve.cli.doctor.libraries", group]
     paths = [str(path or "") for path in (model, adapter)]

@@ -32,10 +32,8 @@ class _DecayedCounts:
     def __init__(self, num_depths: int, *, half_life: float, idle_half_life: float) -> None:
         """Start without keys.
 
-        Args:
-            num_depths: depths that are counted.
-            half_life: observations of a depth after which older evidence weighs half.
-            idle_half_life: steps after which evidence weighs half without new observations.
+        Older evidence weighs half after ``half_life`` observations of a depth, or
+        ``idle_half_life`` steps without any.
         """
         self._decay = -1.0 / half_life
         self._idle_factor = 0.5 ** (1.0 / idle_half_life)

@@ -37,12 +37,7 @@ class AuditRoom:
         """Return the most positions of audits in the next step.
 
         Beside other requests there are some only if none of those waits or computes a prompt, and
-        if steps take no longer with them.
-
-        Args:
-            requests: all requests of the engine.
-            running: those of them that have been admitted.
-            window: the model's block size.
+        if steps take no longer with them. The running ones are those that have been admitted.
         """
         others = [request for request in requests if not request.is_audit]
         if not others:

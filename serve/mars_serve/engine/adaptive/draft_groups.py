@@ -52,15 +52,10 @@ def num_given_drafts(request: Request) -> int:
 
 
 def candidates_of(request: Request, chances: DraftChances, window: int) -> list[list[Candidate]]:
-    """Return the positions that a request could feed.
+    """Return the positions that a request that checks drafts could feed.
 
-    Its masks come first, by outcome and depth; the last list is that of the drafts from its own
-    text.
-
-    Args:
-        request: a request that checks drafts.
-        chances: the probabilities that its drafts are right.
-        window: most masks of an outcome.
+    Its masks, at most ``window`` an outcome, come first, by outcome and depth; the last list is
+    that of the drafts from its own text.
     """
     reach = _reach(request, chances)
     plan, num_left = request.plan, request.num_left
@@ -80,12 +75,8 @@ def chosen_masks(
 ) -> tuple[int, ...]:
     """Return the number of masks of each outcome; one outcome more than drafts worth checking.
 
-    Args:
-        request: a request that checks drafts.
-        chances: the probabilities that its drafts are right.
-        window: most masks of an outcome.
-        least_gain: tokens that each position must be expected to gain, those of the next step
-            included, above 0.
+    Each position must be expected to gain ``least_gain`` tokens, above 0, those of the next step
+    included.
     """
     if not request.drafts and max(chances.all_up_to, default=0.0) < 2.0 * least_gain:
         return (0,)  # as below, but quicker: rows whose masks do not pay are to cost nothing

@@ -18,11 +18,8 @@ class PositionBudget:
     """
 
     def __init__(self, most: int, least: int) -> None:
-        """Begin with ``most`` positions.
-
-        Args:
-            most: most positions of a step by the settings.
-            least: positions with which any request can go on; the bound never falls below them.
+        """Begin with ``most`` positions; the bound never falls below the least, with which any
+        request can go on.
         """
         self.positions = most
         """Most positions of a step at present."""

@@ -269,11 +269,9 @@ class _RankedMasks:
     ) -> _RankedMasks:
         """Rank the candidate masks of all rows.
 
-        Args:
-            gains: expected tokens of a mask for its row, ``[rows, depths]``.
-            num_fixed: masks that are fed in any case, ``[rows]``.
-            limits: most candidates of each row, ``[rows]``.
-            of_outcomes: for rows that check drafts, the candidates by outcome and depth.
+        Gains are the expected tokens of a mask for its row, ``[rows, depths]``. ``num_fixed`` masks
+        are fed in any case, and ``limits`` are the most candidates, ``[rows]`` each. Rows that
+        check drafts have candidates by outcome and depth.
         """
         num_rows, num_depths = gains.shape
         depths = np.arange(num_depths)

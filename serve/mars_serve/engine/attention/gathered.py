@@ -74,19 +74,10 @@ class GatheredAttention:
         device: torch.device,
         batch_invariant: bool = False,
     ) -> None:
-        """Reserve pages.
+        """Reserve pages for committed tokens, and room for rows of at most ``max_masks`` masks.
 
-        Args:
-            shape: size of the model's keys and values.
-            num_query_heads: a multiple of the key/value heads.
-            num_pages: pages for committed tokens.
-            page_size: tokens in a page.
-            max_rows: most rows of a step.
-            max_masks: most masks of a row.
-            dtype: type of keys and values.
-            device: device of keys and values.
-            batch_invariant: attend each position by itself in calls of one shape, so that no bit
-                of its result depends on the other positions of the step.
+        Batch invariance attends each position by itself in calls of one shape, so that no bit of
+        its result depends on the other positions of the step.
         """
         self.page_size, self.num_pages = page_size, num_pages
         self._shape, self._device, self._dtype = shape, device, dtype
@@ -272,9 +263,7 @@ class GatheredAttention:
     def _for_keys_and_values(self, indices: NDArray[np.int64], per_head: int) -> NDArray[np.int64]:
         """Append to indices into a layer's keys the same ones into its values, which lie behind.
 
-        Args:
-            indices: units of whole head pages, or of slots of a head.
-            per_head: number of such units in one page of one head.
+        They count whole head pages, or slots of a head, of which a page of a head has ``per_head``.
         """
         num_keys = self._pages.shape[2] * self._shape.num_heads * per_head
         return np.concatenate([indices, indices + num_keys])

@@ -59,17 +59,7 @@ class PagedAttention:
         device: torch.device,
         tiling: Tiling | None = None,
     ) -> None:
-        """Reserve pages.
-
-        Args:
-            shape: size of the model's keys and values.
-            num_query_heads: a multiple of the key/value heads.
-            num_pages: pages for committed tokens.
-            page_size: tokens in a page.
-            dtype: type of keys and values.
-            device: device of keys and values.
-            tiling: how steps are cut into pieces; by default as suits the device.
-        """
+        """Reserve pages for committed tokens; by default, steps are cut as suits the device."""
         if device.type == "cuda":
             from mars_serve.engine.kernels import gpu  # noqa: F401 -- adds all kernels of a step
         self.page_size = page_size
@@ -98,12 +88,9 @@ class PagedAttention:
         ]
 
     def pack(self, batch: StepBatch, shape: StepShape, numbers: Numbers) -> None:
-        """Write a step's metadata, padding included, for `unpack`.
+        """Write a step's metadata, padded to a shape that holds it, for `unpack`.
 
-        Args:
-            batch: the step.
-            shape: a shape that holds it.
-            numbers: int64 [sum of `sizes`], overwritten.
+        The numbers, int64 [sum of `sizes`], are overwritten.
         """
         numbers.fill(0)
         ends = accumulate(self.sizes(shape), initial=0)

@@ -127,14 +127,9 @@ class Rows:
 
 
 def plan(rows: Rows, shape: StepShape, tiling: Tiling, pieces: Numbers, combine: Numbers) -> None:
-    """Cut a step into pieces.
+    """Cut a step into pieces, by a shape that holds it.
 
-    Args:
-        rows: of the step.
-        shape: a shape that holds the step.
-        tiling: sizes of tiles and pieces.
-        pieces: zeros [most pieces, PIECE_FIELDS], to be filled.
-        combine: zeros [positions, COMBINE_FIELDS], to be filled.
+    Both arrays are zeros to be filled: [most pieces, PIECE_FIELDS] and [positions, COMBINE_FIELDS].
     """
     tiles = _tiles(rows, shape.num_positions, tiling.tile(shape))
     _, first, end, start, num_cached = tiles.T

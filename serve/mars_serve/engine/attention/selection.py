@@ -32,12 +32,7 @@ def choose_attention(
 ) -> Attention:
     """Return a backend that reads pages in place if a kernel can, and one that gathers them if not.
 
-    Args:
-        model: on its device and in its type.
-        settings: of the engine.
-        num_pages: pages for committed tokens.
-        page_size: tokens in a page.
-        max_masks: most masks of a row.
+    The model is on its device and in its type; a row has at most ``max_masks`` masks.
     """
     shape = KeyValueShape.of(model.config)
     device, dtype = model.device, model.dtype

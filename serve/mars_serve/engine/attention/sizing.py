@@ -13,13 +13,8 @@ from mars_serve.engine.settings import CPU_PAGES, EngineSettings
 def num_pages(settings: EngineSettings, shape: KeyValueShape, model: PreTrainedModel) -> int:
     """Return the number of pages that the settings give or the device's memory allows.
 
-    On a GPU it is that of the memory that is free and within this process's share of the device,
-    as `torch.cuda.set_per_process_memory_fraction` has set it.
-
-    Args:
-        settings: of the engine.
-        shape: size of the model's keys and values.
-        model: on its device, in its type.
+    On a GPU it is that of the memory that is free, beside the model on it, and within this
+    process's share of the device, as `torch.cuda.set_per_process_memory_fraction` has set it.
 
     Raises:
         UserError: the memory does not hold one page.

@@ -56,14 +56,9 @@ class FixedLinear(nn.Module):
     def __init__(
         self, base_layer: nn.Linear, down: Tensor, up: Tensor, scale: float, gate: StepGate
     ) -> None:
-        """Add a product to a layer.
+        """Add a product to a layer: ``scale`` times ``up``, [out_features, rank], times ``down``.
 
-        Args:
-            base_layer: the model's own layer.
-            down: [rank, in_features], contiguous, as ``up`` is.
-            up: [out_features, rank].
-            scale: factor of the product.
-            gate: the positions to act at.
+        That is [rank, in_features]; both are contiguous.
         """
         super().__init__()
         self.base_layer, self.scale, self.gate = base_layer, scale, gate
@@ -131,9 +126,7 @@ def fix_shapes(model: PreTrainedModel) -> None:
 def with_adapters(merged: nn.Linear, layers: list[Any]) -> nn.Linear | FixedLinear:
     """Add the products of layers to the layer that they were merged into, as a single product.
 
-    Args:
-        merged: has the rows of all layers, in order.
-        layers: linear layers, of which some, all or none are a `FixedLinear`.
+    That has the rows of all layers in order, of which some, all or none are a `FixedLinear`.
     """
     adapted = [each for each in layers if isinstance(each, FixedLinear)]
     if not adapted:

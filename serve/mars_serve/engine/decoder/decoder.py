@@ -30,11 +30,9 @@ def why_unmerged(model: PreTrainedModel) -> str | None:
 
 
 def merge_layers(model: PreTrainedModel, attention: PagedAttention) -> None:
-    """Replace a model's layers one by one, so that one layer is held twice at most.
+    """Replace the layers of a model, for which `why_unmerged` returns None, one by one.
 
-    Args:
-        model: a model for which `why_unmerged` returns None.
-        attention: owns the KV cache.
+    So one layer is held twice at most.
     """
     layers = model.base_model.layers
     for index in range(len(layers)):
@@ -58,15 +56,9 @@ class MergedDecoder:
         self._float = torch.empty(0, device=model.device)
 
     def __call__(self, ids: Tensor, position_ids: Tensor, metadata: Any) -> Tensor:
-        """Return the last layer's hidden states.
+        """Return the last layer's hidden states, [positions, hidden_size].
 
-        Args:
-            ids: int64 [positions], token ids.
-            position_ids: int64 [positions].
-            metadata: the step's attention metadata.
-
-        Returns:
-            [positions, hidden_size].
+        Token and position ids are int64 [positions], the metadata that of attention.
         """
         # The model's own function knows all rope types; in float32 it rounds nothing.
         cos, sin = self._rotary(self._float, position_ids[None])

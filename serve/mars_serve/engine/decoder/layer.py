@@ -27,12 +27,7 @@ class MergedLayer(nn.Module):
     """A decoder layer over the positions of a step, which writes its keys and values to pages."""
 
     def __init__(self, layer: Any, attention: PagedAttention) -> None:
-        """Take over the weights of a layer, which loses each of them as its merged copy is made.
-
-        Args:
-            layer: a decoder layer of one of the four families in transformers.
-            attention: owns the KV cache.
-        """
+        """Take over the weights of a decoder layer, which loses each as its merged copy is made."""
         super().__init__()
         own, mlp = layer.self_attn, layer.mlp
         self._attention, self._index = attention, own.layer_idx
@@ -51,14 +46,8 @@ class MergedLayer(nn.Module):
     ) -> Tensor:
         """Run the layer up to its last sum, which the next layer's norm computes.
 
-        Args:
-            residual: [positions, hidden_size], overwritten.
-            added: [positions, hidden_size], still to be added to ``residual``; None for nothing.
-            rotation: of the step's positions.
-            metadata: the step's attention metadata.
-
-        Returns:
-            [positions, hidden_size], still to be added to ``residual``.
+        All are [positions, hidden_size]: ``added``, if any, is still to be added to ``residual``,
+        which is overwritten, and so is what is returned.
         """
         merged = self.qkv(_norm(self.attention_norm, residual, added))
         attended = self.output(self._attend(merged, rotation, metadata))
@@ -95,9 +84,7 @@ def _norm(norm: Any, residual: Tensor, added: Tensor | None) -> Tensor:
 def merge(parent: nn.Module, names: tuple[str, ...]) -> nn.Linear | FixedLinear:
     """Merge linear layers of a module into one, with their adapters, and take them from the module.
 
-    Args:
-        parent: module whose layers have equal numbers of columns, and all or none a bias.
-        names: attributes of the layers, in the order of the merged rows.
+    They have equal numbers of columns, and all or none a bias. Their rows are merged in order.
     """
     layers = [parent.get_submodule(name) for name in names]
     own: list[Any] = [each.base_layer if isinstance(each, FixedLinear) else each for each in layers]

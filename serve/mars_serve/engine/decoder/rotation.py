@@ -20,14 +20,11 @@ _SETTLED = "default"
 
 
 def settle_rotation(model: PreTrainedModel) -> None:
-    """Have a model rotate by the same frequencies in every forward pass.
+    """Have a model rotate, in place, by the same frequencies in every forward pass.
 
     With longrope these are the long ones if the model takes more tokens than it was first trained
     on, as in vLLM, and else the short ones. Those of dynamic change only beyond the most tokens
     that the model takes, and no request is longer.
-
-    Args:
-        model: its rotary embeddings change in place.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)

@@ -43,11 +43,8 @@ class LookupDrafter:
     """Drafts for the requests of one engine from their own text. Not thread-safe."""
 
     def __init__(self, num_drafts: int, max_drafts: int) -> None:
-        """Start without requests.
-
-        Args:
-            num_drafts: most drafts of a step that come from a request's text.
-            max_drafts: most drafts of a request in a step, those of masks included.
+        """Start without requests; of ``max_drafts`` in a step, ``num_drafts`` may come from the
+        text.
         """
         self._num_drafts, self._max_drafts = num_drafts, max_drafts
         self._shared = MatchChances()
@@ -59,12 +56,9 @@ class LookupDrafter:
         """Complete the drafts of a request whose tokens have grown, or replace them.
 
         Behind the drafts of the request's own masks, or in their place, come those that its text
-        suggests, whichever are expected to give more tokens.
-
-        Args:
-            request: the request, with the drafts of its masks.
-            rejected: earlier drafts of the tokens to come, behind one that was wrong.
-            least_chance: probability below which a draft, with those before it, would not be fed.
+        suggests, whichever are expected to give more tokens. Earlier drafts of the tokens to come,
+        behind one that was wrong, are ``rejected``. A draft less likely than ``least_chance``, with
+        those before it, would not be fed.
         """
         text = self._texts.get(request.id)
         if text is None:
@@ -114,11 +108,7 @@ class _Text:
         """Steps so far, and searches in a row that found no draft worth feeding."""
 
     def skips(self, least_chance: float) -> bool:
-        """Begin a step, and return whether it does without a search.
-
-        Args:
-            least_chance: probability below which a draft, with those before it, is not fed.
-        """
+        """Begin a step, and return whether it does without a search; see `LookupDrafter.follow`."""
         self.least_chance = max(least_chance, _LEAST_CHANCE)
         self._num_steps += 1
         is_idle = least_chance >= _DEAR and self._num_idle >= _PATIENCE
@@ -144,12 +134,7 @@ class _Text:
     ) -> _Suggestion | None:
         """Return what is likely to follow the text, alone or behind the drafts of masks, if any.
 
-        Args:
-            tokens: the text.
-            own: drafts of masks.
-            rejected: drafts that stood behind a wrong one.
-            most: most tokens to return.
-            most_behind: most tokens to return behind the drafts of masks.
+        At most ``most`` tokens are returned, behind the drafts of masks ``most_behind``.
         """
         if self._index.num_indexed < len(tokens):
             return None  # a long prompt is indexed in several steps

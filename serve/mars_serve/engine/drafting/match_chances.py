@@ -23,11 +23,8 @@ class MatchChances:
     """
 
     def __init__(self, shared: MatchChances | None = None) -> None:
-        """Start without evidence.
-
-        Args:
-            shared: evidence of all requests, which this request's is added to; None for that
-                evidence itself.
+        """Start without evidence, which is added to that of all requests, ``shared``, if there is
+        one.
         """
         self.of: list[float] = list(_PRIOR if shared is None else shared.of)
         """Estimate for each length from 0 to 16, and for `REJECTED`, strictly between 0 and 1."""
@@ -39,12 +36,7 @@ class MatchChances:
         self._tried = [0.0] * len(_PRIOR)
 
     def observe(self, length: int, *, is_right: bool) -> None:
-        """Count a match whose next token came again, or did not.
-
-        Args:
-            length: of the match, up to 16, or `REJECTED`.
-            is_right: whether the token came again.
-        """
+        """Count a match, up to 16 long or `REJECTED`, whose next token came again, or did not."""
         prior = _PRIOR[length]
         if self._shared is not None:
             self._shared.observe(length, is_right=is_right)

@@ -13,12 +13,7 @@ class DraftSources:
     """
 
     def __init__(self, num_lookup_drafts: int, window: int) -> None:
-        """Start without requests.
-
-        Args:
-            num_lookup_drafts: see `EngineSettings`.
-            window: the model's block size.
-        """
+        """Start without requests; see `EngineSettings`."""
         self.max_drafts = max(window, num_lookup_drafts)
         """Most drafts of a request in a step, those of masks included."""
         self._lookup = None
@@ -26,13 +21,10 @@ class DraftSources:
             self._lookup = LookupDrafter(num_lookup_drafts, self.max_drafts)
 
     def take(self, request: Request, num_new: int, own: list[Draft], least_chance: float) -> None:
-        """Give a request the drafts of the next step.
+        """Give a request, which got ``num_new`` tokens, the drafts of the next step.
 
-        Args:
-            request: a request whose tokens have grown; it still has the drafts of the last step.
-            num_new: number of tokens that the last step gave it.
-            own: drafts behind them from the model's own masks.
-            least_chance: probability below which a draft, with those before it, is not fed.
+        It still has those of the last step. Own ones are from the model's masks. A draft less
+        likely than ``least_chance``, with those before it, is not fed.
         """
         before, plan = request.drafts, request.plan
         if plan.checks_drafts:

@@ -27,11 +27,7 @@ class TokenIndex:
     """
 
     def __init__(self, max_length: int) -> None:
-        """Start without tokens.
-
-        Args:
-            max_length: number of tokens that the text is expected to reach.
-        """
+        """Start without tokens of a text that is expected to reach ``max_length``."""
         bits = min(max(8, max_length.bit_length()), _MAX_BITS)
         self._mask = (1 << bits) - 1
         self._newest = array("i", [0]) * (1 << bits)
@@ -45,11 +41,7 @@ class TokenIndex:
         return len(self._older)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Index places of a text that has grown, up to 2048, but not its end.
-
-        Args:
-            tokens: the whole text.
-        """
+        """Index places of a text, given in whole, that has grown, up to 2048, but not its end."""
         first, newest, older, mask = self.num_indexed, self._newest, self._older, self._mask
         for place in range(first, min(len(tokens), first + _MAX_INDEXED)):
             key = _hash(tokens[place - 2], tokens[place - 1]) & mask
@@ -57,15 +49,10 @@ class TokenIndex:
             newest[key] = place
 
     def longest_match(self, tokens: Sequence[int], end: Sequence[int]) -> tuple[int, int]:
-        """Find the indexed place before which most tokens agree with the end of a text.
+        """Find the newest indexed place before which most tokens agree with the end of a text.
 
-        Args:
-            tokens: the indexed text.
-            end: the last tokens to find again: the text's own, or drafts behind them too.
-
-        Returns:
-            The place, and the number of tokens that agree; of equal ones the newest place, and two
-            zeros if not even two tokens agree.
+        The end may include drafts behind the text. The number of tokens that agree is returned,
+        too; two zeros mean that not even two do.
         """
         best = length = 0
         if len(end) >= _RUN:

@@ -51,13 +51,9 @@ class Accepted:
 
 
 def accept(row: ScheduledRow, tokens: list[int], confidences: list[float], count: int) -> Accepted:
-    """Accept tokens of a row from the proposals of all its reads.
+    """Accept tokens of a row that read logits, from the proposals of all its reads.
 
-    Args:
-        row: a row that read logits.
-        tokens: proposed token at each read.
-        confidences: confidence of each token.
-        count: number of direct reads that are accepted, as `num_accepted` returns it.
+    Of the direct reads, ``count`` are accepted, as `num_accepted` returns it.
     """
     by_rule = _by_check if row.request.plan.checks_drafts else _by_confidence
     result = by_rule(row, tokens, confidences, count)
@@ -67,13 +63,7 @@ def accept(row: ScheduledRow, tokens: list[int], confidences: list[float], count
 
 
 def num_accepted(row: ScheduledRow, tokens: list[int], confidences: list[float]) -> int:
-    """Count the direct reads of a row that are accepted by the rule of its mode.
-
-    Args:
-        row: a row that read logits.
-        tokens: proposed token at each read.
-        confidences: confidence of each token.
-    """
+    """Count the direct reads of a row that are accepted by the rule of its mode."""
     if confidences[0] != confidences[0]:
         return 1
     plan = row.request.plan
@@ -85,12 +75,7 @@ def num_accepted(row: ScheduledRow, tokens: list[int], confidences: list[float])
 
 
 def num_sure(confidences: list[float], threshold: float) -> int:
-    """Count the leading proposals that are sure enough.
-
-    Args:
-        confidences: confidence of each proposal, from float32 numbers.
-        threshold: τ, compared as a float32 number like them.
-    """
+    """Count the leading confidences, from float32 numbers, that reach τ as a number like them."""
     least = float(np.float32(threshold))
     return len(list(takewhile(least.__le__, confidences)))
 

@@ -69,11 +69,7 @@ class Forward(Protocol):
     ) -> ForwardOutput:
         """Run the model over a step.
 
-        Args:
-            batch: layout of the step.
-            reads: description of the logits that the step reads, on the host; None if it reads
-                none.
-            next_tokens: the token behind each position that the batch scores.
+        The reads, if any, are on the host; the next tokens are those behind each scored position.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -218,13 +214,7 @@ class GraphedForward:
     """Runs the model with paged attention, by a captured graph if the step fits one."""
 
     def __init__(self, model: PreTrainedModel, attention: PagedAttention, banned: Tensor) -> None:
-        """Take a model; see `StepFunction`.
-
-        Args:
-            model: see there.
-            attention: see there.
-            banned: int64 [banned], tokens that are never emitted.
-        """
+        """Take a model; see `StepFunction`. Tokens that are never emitted are int64 [banned]."""
         self._device, self._attention = model.device, attention
         self._function = StepFunction(model, attention)
         self._sizes: GraphSizes | None = None
@@ -244,12 +234,10 @@ class GraphedForward:
         capture: Capture,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> CapturedGraphs:
-        """Capture the shapes of steps, the largest first, so that all share its memory.
+        """Capture the shapes of steps up to limits, the largest first, so that all share its
+        memory.
 
-        Args:
-            sizes: limits of steps.
-            capture: captures one shape.
-            on_progress: called with the number of captured shapes and the number of all.
+        Progress is the number of captured shapes, and that of all.
         """
         begin, free = time.perf_counter(), _free_bytes(self._device)
         sizes = replace(sizes, has_adapter=self._function.is_gated)

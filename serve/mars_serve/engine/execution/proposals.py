@@ -42,11 +42,9 @@ class Reads:
 
 
 def build_reads(rows: Sequence[ScheduledRow], temperatures: Sequence[float] | None) -> Reads:
-    """Describe, with tensors on the CPU, the logits that rows read.
+    """Describe, with tensors on the CPU, the logits that rows read, in order.
 
-    Args:
-        rows: rows that read logits, in order.
-        temperatures: divisors of the logits by calibration, from depth 0; None without calibration.
+    Temperatures are divisors of the logits by calibration, from depth 0.
     """
     measures = [_measure(row) for row in rows]
     indices = np.array([_MEASURES[measure] for measure in measures], dtype=np.int64)

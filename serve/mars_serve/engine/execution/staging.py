@@ -77,11 +77,7 @@ def fill(
 ) -> None:
     """Write a step's integers but those of attention; padded reads read position 0.
 
-    Args:
-        parts: the arrays to write to, at least as long as the step needs.
-        batch: layout of the step.
-        reads: description of the logits that the step reads; None if it reads none.
-        next_tokens: the token behind each scored position.
+    Arrays are at least as long as needed. The next tokens are those behind each scored position.
     """
     parts.ids[:], parts.position_ids[:] = batch.ids, batch.position_ids
     parts.scored[:], parts.next_tokens[:] = batch.scored, next_tokens

@@ -19,12 +19,7 @@ class StepFunction:
     """The decoder and the output layer over the positions of a step."""
 
     def __init__(self, model: PreTrainedModel, attention: Attention) -> None:
-        """Take a model.
-
-        Args:
-            model: its layers, merged or its own, do not change any more.
-            attention: owns the KV cache.
-        """
+        """Take a model whose layers, merged or its own, do not change any more."""
         self._output = model.get_output_embeddings()
         self._decode = MergedDecoder(model) if is_merged(model) else _OwnDecoder(model, attention)
         self._gate = step_gate(model)
@@ -39,11 +34,7 @@ class StepFunction:
     ) -> Tensor:
         """Return the last layer's hidden states of all positions, [positions, hidden_size].
 
-        Args:
-            ids: int64 [positions], token ids.
-            position_ids: int64 [positions].
-            metadata: the step's attention metadata.
-            has_masks: whether ``ids`` may hold the mask, at which an adapter acts.
+        Token and position ids are int64 [positions]. An adapter acts only if there may be masks.
         """
         if self._gate is not None:
             self._gate.set(ids if has_masks else None)

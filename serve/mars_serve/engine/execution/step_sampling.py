@@ -34,11 +34,9 @@ REFUSALS = (GrammarError, NoTokenLeft)
 
 
 def sampled_rows(rows: Sequence[ScheduledRow], grammars: StepGrammars) -> list[SampledRow]:
-    """Return the rows whose tokens are not simply the likeliest ones, cheap grammars first.
+    """Return the rows, of those that read logits, whose tokens are not simply the likeliest ones.
 
-    Args:
-        rows: rows that read logits, in order.
-        grammars: the grammars of the step.
+    Those with cheap grammars come first.
     """
     if all(row.request.options.is_plain for row in rows):
         return []
@@ -146,13 +144,7 @@ def _end_of_output(request: Request, rules: TokenRules) -> list[int]:
 def cut(
     request: Request, accepted: list[int], ends: frozenset[int]
 ) -> tuple[list[int], FinishReason | None]:
-    """Return the accepted tokens up to the first that ends the request, and why it ends.
-
-    Args:
-        request: the request that the tokens are for.
-        accepted: the tokens.
-        ends: the model's end tokens.
-    """
+    """Return the accepted tokens up to the first that ends the request, and why it ends."""
     if request.options.ignore_eos:
         ends = request.options.stop_ids
     elif request.options.stop_ids:
@@ -225,12 +217,10 @@ class Reports:
         proposals: Tensor,
         rows: Sequence[ScheduledRow],
     ) -> Reports:
-        """Pick the numbers to report, and start to copy them to the host.
+        """Pick the numbers to report, from what `reported` returned, and start to copy them to the
+        host.
 
-        Args:
-            log_probs: what `reported` returned.
-            proposals: int32 [reads, 2], tokens and bits of their confidences.
-            rows: rows that read logits, in order.
+        The proposals are int32 [reads, 2], tokens and bits of their confidences.
         """
         found = {}
         for index, start in enumerate(first_reads(rows)[:-1] if log_probs else ()):
@@ -262,9 +252,7 @@ class Reports:
 def reported(logits: Tensor, rows: Sequence[ScheduledRow]) -> dict[int, Tensor]:
     """Return the log-probabilities of rows that report some: float32 [proposals, vocabulary].
 
-    Args:
-        logits: float [reads, vocabulary], raw.
-        rows: rows that read logits, in order.
+    The logits, of any float type, are raw: [reads, vocabulary].
     """
     if all(row.request.options.num_logprobs is None for row in rows):
         return {}

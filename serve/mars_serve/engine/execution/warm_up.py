@@ -58,14 +58,10 @@ class StepTimer:
         repeats: int,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> list[float]:
-        """Return the seconds of each step's quickest run.
+        """Return the seconds of the quickest run of each step, of which functions make the rows.
 
-        Steps take turns, so that a busy time of the machine meets all of them.
-
-        Args:
-            steps: functions that make the rows of a step.
-            repeats: number of rounds; long steps leave some out.
-            on_progress: called with the number of runs so far, those left out included, and of all.
+        Steps take turns, so that a busy time of the machine meets all of them. Long ones leave some
+        rounds out; progress is the number of runs so far, those left out included, and that of all.
         """
         taken: list[list[float]] = [[] for _ in steps]
         for done in range(repeats):
@@ -115,14 +111,9 @@ def measure_steps(
 ) -> StepTimes:
     """Measure the seconds of a step by its positions and cached tokens.
 
-    The cost of reading a cached token is measured in full batches of the narrowest and the widest
-    rows, and interpolated between them.
-
-    Args:
-        timer: times steps; its pool has no allocated pages, before and afterwards.
-        sizes: sizes of the steps to come.
-        repeats: runs of a step, of which the quickest counts; long steps have fewer.
-        on_progress: see `StepTimer.seconds`.
+    The timer's pool has no allocated pages, before and afterwards. The cost of reading a cached
+    token is measured in full batches of the narrowest and the widest rows, and interpolated between
+    them. Of ``repeats`` runs, fewer of long steps, the quickest counts.
     """
     pool = timer.pool
     grid = _Grid.of(pool, sizes)
@@ -194,11 +185,8 @@ def measure_prefill(
 ) -> float:
     """Measure the prompt tokens per second, by the wall clock, of steps with prompts alone.
 
-    Args:
-        timer: see `measure_steps`.
-        num_tokens: prompt tokens of a step; fewer if the pool holds fewer.
-        max_length: most tokens of a request.
-        repeats: runs of the step, of which the quickest counts; a long step has fewer.
+    They have ``num_tokens``, or as many as the pool holds, of requests of ``max_length`` at most.
+    Of ``repeats`` runs, fewer of a long step, the quickest counts.
     """
     pool = timer.pool
     num_tokens = min(num_tokens, pool.num_free * pool.page_size)

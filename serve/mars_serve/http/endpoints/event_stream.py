@@ -23,10 +23,7 @@ def sse(content: dict[str, Any]) -> bytes:
 class EventStream(StreamingResponse):
     """A stream of server-sent events that closes its source, however the response ends.
 
-    Args:
-        first: The first event, which was awaited before the response began.
-        rest: The source of all other events.
-        headers: Further headers of the response.
+    The first event was awaited before the response began.
     """
 
     def __init__(

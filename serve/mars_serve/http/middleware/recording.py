@@ -33,13 +33,8 @@ _PATH_LENGTH = 200  # longest path in the log
 class RecordMiddleware:
     """Puts a record into ``request.state.record``, and counts, logs and traces ended requests.
 
-    Args:
-        app: The application within.
-        telemetry: Counters of requests.
-        logs: Whether each request is logged.
-        tracer: Sender of spans; None for no tracing.
-        is_id_echoed: Whether the server around the application returns X-Request-Id itself, as
-            Ray Serve does.
+    The id is not echoed where the server around the application returns X-Request-Id itself, as Ray
+    Serve does.
     """
 
     def __init__(
