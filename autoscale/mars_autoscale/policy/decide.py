@@ -1,9 +1,10 @@
 """Decides how many replicas there should be, and how far τ may go.
 
-Replicas follow the token rate, at the speed of the fastest decoding that loses nothing. They never
-follow concurrency: a lower τ empties the queue, and a policy that counts concurrency would stop
-replicas just while quality is paying. Replicas also stay for bursts that recur and that τ cannot
-carry, because no replica starts in time for those.
+Replicas follow the token rate, at the speed of the fastest decoding that loses nothing, and at the
+pace at which replicas really work. They never follow concurrency: a lower τ empties the queue, and
+a policy that counts concurrency would stop replicas just while quality is paying. Replicas also
+stay for bursts that recur and that τ cannot carry, because no replica starts in time for those. A
+queue that stays too long orders replicas even if all speeds are wrong.
 `decide` is pure and total: any snapshot gives a decision within bounds, whatever is missing, stale
 or not finite.
 """
@@ -24,13 +25,18 @@ from mars_autoscale.policy.decision import (
     Reason,
     ThresholdRange,
 )
-from mars_autoscale.policy.observe import ReplicaLoad, Snapshot
+from mars_autoscale.policy.observe import Arrivals, ReplicaLoad, Snapshot
+from mars_autoscale.policy.pace import mean_pace
 from mars_autoscale.policy.settings import OuterSettings
 
 _MAX_AGE_PERIODS = 6
 """Age in periods beyond which reports are not used."""
 _CLOCK_JUMP_PERIODS = 20
 """Periods between two decisions beyond which the clock must have jumped."""
+_LATE_QUEUE_S = 20.0
+"""Longest time for which a queue must have been too long before it orders replicas."""
+_LATE_QUEUE_SHARE = 1 / 3
+"""The same as a share of a cold start: the sooner a replica is there, the more it still helps."""
 _ROUNDING = 1e-9
 """Share of a replica by which a demand may exceed a whole number of them."""
 
@@ -81,12 +87,15 @@ def decide(
         apart_s=settings.sizing_window_s,  # a step in demand is a burst for no longer
         memory_s=settings.burst_memory_s,
     )
-    needed_now = _needed_now(demand_history, replicas, capacity, settings)
-    needed = max(needed_now, demand.recurring_demand(bursts))
+    pace = mean_pace((replica.pace for replica in replicas), state.pace)
+    needed_now = _needed_now(demand_history, replicas, capacity, settings) / pace
+    needed = max(needed_now, demand.recurring_demand(bursts) / pace)
     if not math.isfinite(needed + debt):
         return hold(snapshot, state, settings)
 
-    wanted = _rounded_up(needed, settings)
+    late_queue = _late_queue(state, snapshot, replicas, arrivals, settings)
+    by_load = _rounded_up(needed, settings)
+    wanted = max(by_load, _rounded_up(_needed_by_queue(late_queue, capacity, settings), settings))
     wanted_history = (
         *_since(now_s - settings.scale_in_window_s, state.wanted_history),
         (now_s, wanted),
@@ -96,10 +105,12 @@ def decide(
     number, reason = _number(current, wanted_history, replicas, is_bought, settings)
     if number < current and len(replicas) < len(snapshot.replicas):
         number, reason = current, Reason.WAITING  # a silent replica may be the busy one
-    if reason is Reason.STEADY and _rounded_up(needed_now, settings) < wanted:
+    if reason is Reason.LOAD and by_load < wanted:
+        reason = Reason.QUEUE
+    if reason is Reason.STEADY and _rounded_up(needed_now, settings) < by_load:
         reason = Reason.BURSTS
 
-    needed_gain = demand.gain_needed(arrivals, capacity, len(replicas)) / settings.full
+    needed_gain = demand.gain_needed(arrivals, capacity, len(replicas) * pace) / settings.full
     decision = Decision(
         num_replicas=number,
         range=ThresholdRange(
@@ -114,6 +125,7 @@ def decide(
         debt=debt,
         is_overspent=is_overspent,
         is_refuted=snapshot.is_refuted,
+        pace=pace,
     )
     return decision, OuterState(
         num_replicas=number,
@@ -124,6 +136,8 @@ def decide(
         losses=losses,
         is_overspent=is_overspent,
         bursts=bursts,
+        pace=pace,
+        late_queue=late_queue,
     )
 
 
@@ -143,6 +157,7 @@ def hold(
         needed=float(current),
         debt=state.debt,
         is_refuted=snapshot.is_refuted,
+        pace=mean_pace((), state.pace),
     )
     return decision, replace(state, num_replicas=current)
 
@@ -172,7 +187,7 @@ def _without_invalid_history(
     longest_s = _CLOCK_JUMP_PERIODS * settings.period_s
     if state.decided_s is None or 0 <= now_s - state.decided_s <= longest_s:
         return state
-    return replace(state, demand_history=(), wanted_history=(), decided_s=None)
+    return replace(state, demand_history=(), wanted_history=(), late_queue=(), decided_s=None)
 
 
 def _full_debt_gain(capacity: Capacity, settings: OuterSettings) -> float:
@@ -207,7 +222,7 @@ def _needed_now(
     capacity: Capacity,
     settings: OuterSettings,
 ) -> float:
-    """Return the replicas that the arrivals need, before rounding.
+    """Return the replicas of pace 1 that the arrivals need, before rounding.
 
     What waits needs none beside those: they work it off with the part of their speed that the mean
     leaves free, and more would come when it is gone.
@@ -218,6 +233,42 @@ def _needed_now(
     # the latest demand hides nothing, as a mean does, so it needs no such reserve
     latest = demand_history[-1][1]
     return max(usual, latest) if _is_busy(replicas, capacity, settings) else usual
+
+
+def _late_queue(
+    state: OuterState,
+    snapshot: Snapshot,
+    replicas: Sequence[ReplicaLoad],
+    arrivals: Arrivals,
+    settings: OuterSettings,
+) -> tuple[tuple[float, float], ...]:
+    """Note the requests if those that wait came over more time than the objective allows.
+
+    By Little's law this is the time that a request waits. Replicas that are starting may be all
+    that is needed, so nothing is noted while there are some.
+    """
+    waiting = sum(replica.num_waiting for replica in replicas)
+    if snapshot.num_starting or waiting <= settings.objective_ttft_s * arrivals.requests_per_s:
+        return ()
+    requests = waiting + sum(replica.num_running for replica in replicas)
+    begin_s = snapshot.now_s - _late_queue_s(settings) - settings.period_s
+    return (*_since(begin_s, state.late_queue), (snapshot.now_s, requests))
+
+
+def _late_queue_s(settings: OuterSettings) -> float:
+    return min(_LATE_QUEUE_SHARE * settings.cold_start_s, _LATE_QUEUE_S)
+
+
+def _needed_by_queue(
+    late_queue: Sequence[tuple[float, float]], capacity: Capacity, settings: OuterSettings
+) -> float:
+    """Return the replicas whose batches hold what has run or waited all the time.
+
+    It is 0 if the queue has not been too long for long enough.
+    """
+    if len(late_queue) < 2 or late_queue[-1][0] - late_queue[0][0] < _late_queue_s(settings):
+        return 0.0
+    return min(requests for _, requests in late_queue) / capacity.max_num_seqs
 
 
 def _number(

@@ -39,6 +39,8 @@ class Reason(StrEnum):
     """There are as many replicas as needed."""
     LOAD = "load"
     """The arriving or waiting requests need more replicas."""
+    QUEUE = "queue"
+    """The queue has been longer than the objective allows, whatever the arrivals should need."""
     DEBT = "debt"
     """τ has been low for long: quality pays for work that one more replica should do."""
     BURSTS = "bursts"
@@ -62,13 +64,15 @@ class Decision:
     decode_tokens_per_s: float
     """Output tokens that the arriving requests need each second; 0 if unknown."""
     needed: float
-    """Replicas that the arrivals, or recurring bursts, need, before rounding."""
+    """Replicas that the arrivals, or recurring bursts, need at their pace, before rounding."""
     debt: float
     """Seconds at the lowest allowed τ that no replica has paid for yet."""
     is_overspent: bool = False
     """Whether tier default's budget of quality is spent."""
     is_refuted: bool = False
     """Whether audits contradict the frontier, so that nothing may be lost."""
+    pace: float = 1.0
+    """Measured speed of the replicas as a share of the frontier's, at most 1."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ class OuterState:
     num_replicas: int = 0
     """Replicas ordered by the last decision; 0 before the first."""
     demand_history: demand.History = ()
-    """Demand at the base within the sizing window."""
+    """Demand at the base within the sizing window, in replicas as the frontier describes them."""
     wanted_history: tuple[tuple[float, int], ...] = ()
     """(time in s, replicas wanted) within the scale-in window."""
     debt: float = 0.0
@@ -91,6 +95,11 @@ class OuterState:
     """Whether the losses have reached the budget, and not enough of it has come back."""
     bursts: demand.History = ()
     """Each remembered burst: when it began, and its highest demand at the lowest τ."""
+    pace: float = 1.0
+    """The last known pace of the replicas."""
+    late_queue: tuple[tuple[float, float], ...] = ()
+    """(time in s, requests that run or wait) at each decision since the queue has been longer than
+    the objective allows and no replica has been starting."""
 
 
 class AutoscalerDecision(BaseModel):
@@ -108,6 +117,9 @@ class AutoscalerDecision(BaseModel):
     num_starting: int
     needed: float
     """Number of replicas that the load needs, before rounding."""
+    pace: float
+    """Measured speed of the replicas as a share of what frontier.json says, at most 1. The number
+    that the load needs is that at this speed."""
     debt: float
     """Seconds spent at the lowest τ that have not yet been answered by more replicas."""
     requests_per_s: float | None

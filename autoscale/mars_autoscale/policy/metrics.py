@@ -21,6 +21,7 @@ _DECISION_GAUGES = {
         "feed_forward",
         "Gain over the fastest lossless decoding that the arrivals need of the ready replicas.",
     ),
+    "pace": ("pace", "Measured speed of the replicas as a share of frontier.json's, at most 1."),
     "debt_seconds": (
         "debt",
         "Seconds at the lowest allowed threshold that no replica has paid for yet.",

@@ -21,10 +21,13 @@ class ReplicaLoad:
     """Points of quality that a token of tier default loses now, beyond those at the target τ."""
     is_lowest: bool = False
     """Whether no lower τ is allowed or of any use."""
+    pace: float = 0.0
+    """Measured speed as a multiple of the frontier's; unknown if it is not above 0 or not finite.
+    """
 
     @property
     def is_valid(self) -> bool:
-        """Whether every figure is finite, and none but the time is negative."""
+        """Whether every figure but the pace is finite, and none but the time is negative."""
         # written out, because it is most of a decision's time with a thousand replicas
         return (
             math.isfinite(self.observed_s)

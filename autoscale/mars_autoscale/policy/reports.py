@@ -60,6 +60,8 @@ class EngineStatus:
     """Number of steps that ran out of the device's memory and were run again in parts."""
     num_row_passes: int = 0
     """Number of rows, over all steps, that gave their request a token."""
+    busy_s: float = 0.0
+    """Seconds for which the engine had requests, up to the end of the last step."""
 
     @property
     def kv_share(self) -> float | None:
@@ -110,6 +112,9 @@ class ReplicaReport:
     """Whether τ was set by hand."""
     age_s: float = 0.0
     """Seconds for which the engine has shown no progress although it has work, or has been dead."""
+    pace: float = 0.0
+    """Speed as a multiple of what the frontier says, see `mars_autoscale.policy.pace`; 0 while it
+    is unknown."""
     version: int = REPORT_VERSION
 
     def load(self, now_s: float) -> ReplicaLoad:
@@ -128,6 +133,7 @@ class ReplicaReport:
             gain=gain,
             loss=loss,
             is_lowest=self.decoding.is_lowest,
+            pace=self.pace,
         )
 
 

@@ -16,6 +16,10 @@ class OuterSettings(Settings):
     """Lowest number of replicas."""
     max_replicas: int = Field(default=16, ge=1)
     """Highest number of replicas."""
+    objective_ttft_s: float = Field(default=1.0, gt=0)
+    """Objective for the time to first token, in seconds. A queue that takes longer for long orders
+    replicas. Once neither τ nor replicas can help further, requests that would wait longer are
+    refused, those of tier flex first."""
     utilization: float = Field(default=0.68, gt=0, le=1)
     """Share of a replica's speed at the base that the mean rate may take, in (0, 1]. The rest
     absorbs what the mean over a window hides."""

@@ -115,7 +115,8 @@ class SimulationConfig(Settings):
     """Clients that send the trace's requests in order, and then again from its beginning, until the
     time of its last arrival; None for sending each request at its own time."""
     outer: OuterSettings = OuterSettings()
-    """Outer loop of the joint policy; limits and cold start are taken from ``replicas``."""
+    """Outer loop of the joint policy; limits and cold start are taken from ``replicas``, and
+    ``objective_ttft_s`` from above."""
     inner: InnerSettings = InnerSettings()
     """Inner loop of the joint policy."""
     rivals: RivalSettings = RivalSettings()
@@ -225,6 +226,7 @@ def _outer(config: SimulationConfig) -> OuterSettings:
         "min_replicas": config.replicas.min,
         "max_replicas": config.replicas.max,
         "cold_start_s": config.replicas.cold_start_s,
+        "objective_ttft_s": config.objective_ttft_s,
     }
     return config.outer.model_copy(update=limits)
 

@@ -59,9 +59,6 @@ class AutoscalingSettings(OuterSettings):
     target_threshold: float = Field(default=1.0, gt=0, le=1)
     """τ under normal load; its speed determines the number of replicas. It must be one of
     frontier.json's thresholds and no lower than the floors of tier default."""
-    objective_ttft_s: float = Field(default=1.0, gt=0)
-    """Objective for the time to first token, in seconds. Once neither τ nor replicas can help
-    further, requests that would wait longer are refused, those of tier flex first."""
     inner: InnerSettings = InnerSettings()
     """Constants of the inner loop, which runs in each replica."""
     target_ongoing_requests: float = Field(default=8, gt=0)

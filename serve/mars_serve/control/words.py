@@ -23,9 +23,12 @@ CAUSES = {
 }
 BY_HAND = "it was set by hand"
 
+_SLOW = 0.9
+"""Pace below which a decision's words name it."""
 _REASONS = {
     Reason.STEADY: "as many as the load needs",
     Reason.LOAD: "the arriving or waiting requests need them",
+    Reason.QUEUE: "requests have waited longer than the objective, whatever speed was measured",
     Reason.DEBT: "τ has been low for long, and replicas shall do what quality pays for now",
     Reason.BURSTS: "the arrivals need fewer, but bursts that have come again need them",
     Reason.IDLE: "fewer have been enough for a while",
@@ -52,6 +55,8 @@ def decision_words(record: AutoscalerDecision) -> str:
             f"{record.requests_per_s:.2g} requests arrive each second; "
             f"they need {record.needed:.2g} replicas."
         )
+    if record.pace < _SLOW:
+        parts.append(f"Replicas work at {record.pace:.0%} of the calibrated speed.")
     if record.is_refuted:
         parts.append("Audits contradict the frontier, so no quality may be lost.")
     elif record.is_overspent:

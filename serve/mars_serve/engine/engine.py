@@ -138,6 +138,8 @@ class Engine:
         self._overdue: list[StepOutput] = []
         """Outputs of requests whose time in the queue ended at the start of the current step."""
         self._counts = EngineCounts()
+        self._busy_since_s = 0.0
+        """Time of the last step's end or, if later, since when there are requests."""
         self._chooser: WindowChooser | None = None
         budget = PositionBudget(settings.max_num_batched_tokens, least=self.window + 1)
         self._isolation = FaultIsolation(self._runner, budget)
@@ -243,6 +245,8 @@ class Engine:
             request.take_audited_drafts()
         if request.arrived_at is None:
             request.arrived_at = time.monotonic()
+        if len(self._requests) == self._num_audits:
+            self._busy_since_s = time.monotonic()
         self._requests[request.id] = request
         self._num_audits += request.is_audit
         self._scheduler.add(request)
@@ -315,7 +319,11 @@ class Engine:
         results = self._isolation.wait(step)
         self._audit_room.observe(step.rows)
         outputs += self._commit(step.rows, results)
-        self._counts.num_forward_passes += any(not row.request.is_audit for row in step.rows)
+        if any(not row.request.is_audit for row in step.rows):
+            now_s = time.monotonic()
+            self._counts.num_forward_passes += 1
+            self._counts.busy_s += now_s - self._busy_since_s
+            self._busy_since_s = now_s
         return outputs
 
     def check_integrity(self) -> None:

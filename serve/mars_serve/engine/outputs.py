@@ -71,3 +71,4 @@ class EngineCounts:
     num_generated_tokens: int = 0
     num_forward_passes: int = 0
     num_row_passes: int = 0
+    busy_s: float = 0.0

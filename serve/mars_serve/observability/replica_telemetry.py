@@ -91,11 +91,12 @@ class ReplicaTelemetry(Collector):
         *,
         live_version: int = 0,
         is_pinned: bool = False,
+        pace: float = 0.0,
     ) -> ReplicaReport:
         """Return what the replica reports; if its engine has died, its last figures.
 
         It names the latest decision of its inner loop, if it has one, the version of the governor's
-        value that it has applied, and whether τ was set by hand.
+        value that it has applied, whether τ was set by hand, and the measured pace, 0 if unknown.
         """
         engine, condition = self._engine, self._engine.condition
         phase = Phase.DRAINING if condition.is_draining else Phase.READY
@@ -109,6 +110,7 @@ class ReplicaTelemetry(Collector):
                 live_version=live_version,
                 is_pinned=is_pinned,
                 age_s=engine.age_s,
+                pace=pace,
             )
         except EngineDied:
             self._last = replace(self._last, phase=Phase.OVERDUE, age_s=engine.age_s)

@@ -62,7 +62,10 @@ class GovernorLink:
         telemetry, controller = self._engine.result()
         published = controller.published
         return telemetry.report(
-            controller.decision, live_version=published.version, is_pinned=published.is_pinned
+            controller.decision,
+            live_version=published.version,
+            is_pinned=published.is_pinned,
+            pace=controller.pace,
         )
 
     async def _run(self) -> None:

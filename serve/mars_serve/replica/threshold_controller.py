@@ -14,6 +14,7 @@ from mars_autoscale.policy.decision import ThresholdRange
 from mars_autoscale.policy.inner_loop import EngineSample, InnerLoop, InnerLoopDecision
 from mars_autoscale.policy.lengths import LengthCounts
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
+from mars_autoscale.policy.pace import PaceMeter, bounded
 from mars_autoscale.policy.reports import EngineStatus
 from mars_autoscale.queueing.estimate import LateRule
 from mars_platform.method.mode import LiveDecoding
@@ -36,6 +37,8 @@ class ThresholdController:
     """Figures by which the model is autoscaled; None if it is not."""
     decision: InnerLoopDecision | None = None
     """Latest decision of the inner loop; a τ set by hand takes the place of its τ."""
+    pace: float = 0.0
+    """Measured speed as a multiple of the frontier's; 0 while it is unknown."""
 
     def __init__(self, engine: EngineClient, initial: PublishedThreshold) -> None:
         """Apply the governor's value, as far as it is known."""
@@ -95,6 +98,7 @@ class InnerLoopController(ThresholdController):
         self._settings = settings
         self._requests = requests
         self._inner_loop = InnerLoop(basis.capacity, settings.inner)
+        self._meter = PaceMeter(basis.capacity)
         self._range = ThresholdRange(
             basis.settings.floor_threshold, basis.settings.flex_floor_threshold
         )
@@ -120,7 +124,12 @@ class InnerLoopController(ThresholdController):
 
     def step(self, now_s: float) -> None:
         """Look at the engine, choose τ and apply it."""
-        self.decision = self._inner_loop.update(self._sample(self._engine.status(), now_s))
+        status = self._engine.status()
+        # the number of replicas counts on the base's speed where τ is set by hand
+        gain = 1.0 if self.published.is_pinned else self.decision.gain
+        self._meter.look(now_s, status, gain)
+        self.pace = self._meter.pace
+        self.decision = self._inner_loop.update(self._sample(status, now_s))
         self._apply()
 
     def late_rule(self) -> LateRule | None:
@@ -130,7 +139,7 @@ class InnerLoopController(ThresholdController):
         each_s = self.basis.capacity.busy_s(
             self._lengths.mean, self._requests().counts.mean_prompt_tokens, self.decision.gain
         )
-        return LateRule(each_s, self._settings.objective_ttft_s)
+        return LateRule(each_s / bounded(self.pace), self._settings.objective_ttft_s)
 
     def _sample(self, status: EngineStatus, now_s: float) -> EngineSample:
         if now_s - self._range_s > _FRESH_PERIODS * self.basis.settings.period_s:

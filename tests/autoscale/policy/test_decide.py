@@ -26,7 +26,7 @@ FLOOR_LOSS, FLOOR_GAIN = LADDER[2].loss, CAPACITY.gain(LADDER[2])
 """Loss and gain of the rung at tier default's floor, 0.9."""
 
 ANY = st.floats(allow_nan=True, allow_infinity=True)
-LOADS = st.builds(ReplicaLoad, ANY, ANY, ANY, ANY, ANY, st.booleans())
+LOADS = st.builds(ReplicaLoad, ANY, ANY, ANY, ANY, ANY, st.booleans(), ANY)
 ARRIVALS = st.none() | st.builds(Arrivals, ANY, ANY, ANY)
 SNAPSHOTS = st.builds(
     Snapshot, ANY, st.lists(LOADS, max_size=20), st.integers(0, 50), ARRIVALS, ANY, st.booleans()
@@ -46,10 +46,11 @@ def snapshot_of(
     waiting=0.0,
     running=8.0,
     prompts=0.0,
+    pace=0.0,
 ):
     """Return a snapshot with a demand of so many replicas, by outputs of 100 tokens each."""
     rung = next(rung for rung in LADDER if rung.threshold <= threshold)
-    load = ReplicaLoad(now, running, waiting, CAPACITY.gain(rung), rung.loss, is_lowest)
+    load = ReplicaLoad(now, running, waiting, CAPACITY.gain(rung), rung.loss, is_lowest, pace)
     arrivals = Arrivals(replicas * ONE / 100, prompts * CAPACITY.prefill_tokens_per_s, 100)
     return Snapshot(now, [load] * ready, starting, arrivals, now)
 
@@ -100,6 +101,7 @@ def test_any_snapshots_give_decisions_within_bounds(snapshots):
         assert decision.range.flex_floor_threshold in (SETTINGS.flex_floor_threshold, 1.0)
         assert decision.range.floor_threshold >= decision.range.flex_floor_threshold
         assert decision.range.feed_forward >= 1.0
+        assert 0.1 <= decision.pace <= 1.0
         figures = decision.decode_tokens_per_s, decision.needed, decision.debt
         assert all(math.isfinite(value) for value in figures)
 
@@ -112,6 +114,37 @@ def test_more_load_never_lowers_replicas(load, more, prompts, ready):
     )
     assert high.num_replicas >= low.num_replicas
     assert high.range.feed_forward >= low.range.feed_forward
+
+
+UNKNOWN = st.sampled_from([0.0, -1.0, math.nan, math.inf])
+
+
+@MANY
+@given(st.lists(SNAPSHOTS, max_size=6), UNKNOWN)
+def test_an_unknown_pace_decides_as_that_of_the_frontier_does(snapshots, unknown):
+    def at(pace):
+        return [
+            replace(each, replicas=[replace(load, pace=pace) for load in each.replicas])
+            for each in snapshots
+        ]
+
+    assert repr(run(at(unknown))) == repr(run(at(1.0)))
+
+
+@MANY
+@given(
+    st.floats(0, 30),
+    st.tuples(st.floats(0.01, 2), st.floats(0.01, 2)),
+    st.floats(0, 5),
+    st.integers(1, 16),
+)
+def test_a_lower_pace_never_lowers_replicas(load, paces, prompts, ready):
+    high, low = (
+        run(steady(load, 20, prompts=prompts, ready=ready, pace=pace))[0][-1]
+        for pace in sorted(paces, reverse=True)
+    )
+    assert low.num_replicas >= high.num_replicas
+    assert low.range.feed_forward >= high.range.feed_forward or low.range.feed_forward == 1.0
 
 
 @MANY
@@ -353,6 +386,74 @@ def test_waiting_requests_alone_order_no_replicas():
     """The replicas for the arrivals work them off, and more would come when they are gone."""
     (calm, full), _ = run([snapshot_of(0, 4, ready=5), snapshot_of(2, 4, ready=5, waiting=50)])
     assert full.num_replicas == calm.num_replicas
+
+
+def test_slow_replicas_need_more_of_them():
+    """By hand: 2 / 0.8, over the mean pace of 0.5."""
+    snapshots = steady(2, 100, ready=2)
+    for each in snapshots:
+        each.replicas[:] = [replace(each.replicas[0], pace=pace) for pace in (0.3, 0.7)]
+    last = run(snapshots)[0][-1]
+    assert (last.needed, last.num_replicas) == (pytest.approx(5.0), 5)
+    assert last.pace == pytest.approx(0.5)
+
+
+def test_the_last_pace_holds_while_none_is_known():
+    _, state = run(steady(2, 100, ready=5, pace=0.5))
+    unknown, state = run(steady(2, 200, start=100, ready=5), state)
+    assert {each.pace for each in unknown} == {0.5}
+    held = decision_on(replace(snapshot_of(300, 2), arrivals=None), state)
+    assert (held.reason, held.pace) == (Reason.HELD, 0.5)
+
+
+def test_a_state_of_an_earlier_version_is_continued():
+    decisions, state = run(steady(5, 100))
+    for name in ("pace", "late_queue"):
+        del state.__dict__[name]  # as a pickle of a state without them is read
+    after = decision_on(snapshot_of(100, 5), pickle.loads(pickle.dumps(state)))  # noqa: S301
+    assert (after.num_replicas, after.pace) == (decisions[-1].num_replicas, 1.0)
+
+
+def queued(seconds, *, waiting=100.0, start=100.0, starting=0):
+    """Return snapshots of two full replicas that get 4.4 requests a second and do not keep up."""
+    return steady(
+        1.0, seconds, start=start, ready=2, running=16.0, waiting=waiting / 2, starting=starting
+    )
+
+
+def test_a_queue_that_stays_too_long_orders_replicas_whatever_was_measured():
+    """By hand: 32 run and 100 wait for batches of 16."""
+    _, state = run(steady(1, 100, ready=2))
+    decisions, state = run(queued(22), state)
+    assert [each.num_replicas for each in decisions] == [2] * 10 + [9]
+    assert decisions[-1].reason is Reason.QUEUE
+    assert decisions[-1].needed < 2
+    after, _ = run(steady(1, 80, start=122, ready=9), state)
+    assert {each.num_replicas for each in after} == {9}, "they stay for a scale-in window"
+
+
+@pytest.mark.parametrize(
+    "snapshots",
+    [
+        queued(60, starting=1),
+        queued(20),
+        queued(60, waiting=4),
+        [*queued(18), *queued(2, start=118, waiting=0), *queued(18, start=120)],
+    ],
+    ids=["a replica starts", "not yet long enough", "it takes no longer", "it was empty once"],
+)
+def test_a_queue_orders_nothing_before_that(snapshots):
+    _, state = run(steady(1, 100, ready=2))
+    assert {each.num_replicas for each in run(snapshots, state)[0]} == {2}
+
+
+def test_a_queue_orders_sooner_where_a_start_takes_less():
+    settings, state = SETTINGS.model_copy(update={"cold_start_s": 6.0}), OuterState()
+    numbers = []
+    for each in queued(6):
+        decision, state = decide(each, state, CAPACITY, settings)
+        numbers.append(decision.num_replicas)
+    assert numbers == [2, 9, 9]
 
 
 def test_replicas_are_stopped_only_after_a_window():

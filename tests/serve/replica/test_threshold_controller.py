@@ -243,6 +243,46 @@ async def test_a_replica_that_is_faster_now_refuses_less(engine):
     assert not is_refused(engine, 2)
 
 
+async def work(engine, controller, *, tokens_per_s, seconds=range(31)):
+    """Have a replica decode with a full batch while requests wait."""
+    for i in seconds:
+        counts = {
+            "num_generated_tokens": tokens_per_s * i,
+            "num_row_passes": tokens_per_s * i,
+            "num_forward_passes": tokens_per_s * i // NUM_ROWS,
+            "busy_s": float(i),
+        }
+        await engine.show(replace(FULL, **counts))
+        controller.step(100.0 + i)
+
+
+async def test_a_replica_that_is_slower_than_its_frontier_says_so_and_refuses_more(engine):
+    plain = replace(CAPACITY, rungs=(AR,))
+    basis = AutoscalingBasis(plain, BASIS.settings)
+    controller = controller_of(engine, full_load(), basis, objective_ttft_s=3.0)
+    controller.take(published(SATURATED), 100.0)
+    assert (controller.pace, is_refused(engine, 1)) == (0.0, False)
+    await work(engine, controller, tokens_per_s=20)
+    assert controller.pace == pytest.approx(0.5, rel=0.02), "the frontier says 40"
+    controller.take(published(SATURATED, 2), 130.0)
+    # each waiting request takes 4 s
+    assert engine.late_rule() == LateRule(pytest.approx(4.0, rel=0.05), 3.0)
+    assert is_refused(engine, 1)
+
+
+async def test_a_pinned_threshold_has_the_pace_of_its_speed_over_the_base(engine):
+    controller = controller_of(engine)
+    controller.take(published(WIDE), 100.0)
+    await work(engine, controller, tokens_per_s=40)
+    assert controller.decision.gain > 1.5
+    assert controller.pace == pytest.approx(1 / controller.decision.gain, rel=0.1)
+    controller.take(pinned_at(0.97), 131.0)
+    await work(engine, controller, tokens_per_s=40, seconds=range(31, 91))
+    assert controller.pace == pytest.approx(1.0, rel=0.1), (
+        "replicas are counted at the base's speed"
+    )
+
+
 async def test_nothing_is_refused_while_the_threshold_is_pinned(engine):
     load = full_load()
     controller = controller_of(engine, load, objective_ttft_s=0.1)
@@ -287,8 +327,9 @@ async def test_a_report_has_the_load_and_the_thresholds(engine, monkeypatch):
     await engine.show(FULL)
     controller.step(100.0)
     report = ReplicaTelemetry("mars", "r1", engine.loop, "10.0.0.1").report(
-        controller.decision, live_version=1
+        controller.decision, live_version=1, pace=0.5
     )
+    assert (report.pace, report.load(100.0).pace) == (0.5, 0.5)
     assert (report.replica, report.node, report.phase) == ("r1", "10.0.0.1", Phase.READY)
     assert report.engine == FULL
     assert report.decoding.live == LiveDecoding(1.0, 0.7)  # all present requests are of tier flex

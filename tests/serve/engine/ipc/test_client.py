@@ -267,6 +267,7 @@ async def test_the_first_output_reports_prefix_hits_and_waiting_time(
     status = loop.status()
     assert (status.num_prompt_tokens, status.num_generated_tokens) == (10, 8)
     assert (status.num_forward_passes, status.num_row_passes) == (8, 8)
+    assert status.busy_s > 0
 
 
 # Compiling grammars
