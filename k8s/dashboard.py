@@ -98,6 +98,11 @@ PANELS = (
         ),
     ),
     Panel(
+        "Pace: measured speed as a share of the calibrated one",
+        "percentunit",
+        (("{{model}}", f"max by (model) (ray_marsray_autoscaler_pace{_MODEL})"),),
+    ),
+    Panel(
         "Requests",
         "none",
         (

@@ -46,6 +46,7 @@ def test_every_alert_names_its_section_of_the_runbook(rules):
         "MarsrayFrontierRefused",
         "MarsrayFrontierRefuted",
         "MarsrayRejections",
+        "MarsrayReplicasSlow",
     }
     assert alerts["MarsrayThresholdAtFloor"]["for"] == "10m"
     for alert in alerts.values():

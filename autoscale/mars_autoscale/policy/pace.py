@@ -61,21 +61,32 @@ class PaceMeter:
         self, last: EngineStatus, now: EngineStatus, num_passes: int, passed_s: float, gain: float
     ) -> None:
         capacity = self._capacity
-        if last.num_waiting and now.num_waiting:
-            # a batch that is not full although requests wait is slow, and so is an idle engine
-            rows, taken_s = float(capacity.max_num_seqs), passed_s
-        else:
-            rows = max((now.num_row_passes - last.num_row_passes) / num_passes, 1.0)
-            taken_s = now.busy_s - last.busy_s
+        rows = max((now.num_row_passes - last.num_row_passes) / num_passes, 1.0)
         tokens = now.num_generated_tokens - last.num_generated_tokens
         prompts = now.num_prompt_tokens - last.num_prompt_tokens
         prompts -= now.num_prefix_hit_tokens - last.num_prefix_hit_tokens
-        expected_s = tokens / (capacity.tokens_per_s(capacity.base(rows), rows) * gain)
+        # decisions count on full batches, and the more rows there are, the less each costs
+        share = self._tokens_per_s(_rows_with_pages(now, capacity))
+        share /= self._tokens_per_s(capacity.max_num_seqs)
+        expected_s = tokens / (self._tokens_per_s(rows) * gain) * share
         expected_s += max(prompts, 0) / capacity.prefill_tokens_per_s
+        # an engine that is idle although requests wait is slow
+        is_wanted = bool(last.num_waiting and now.num_waiting)
+        taken_s = passed_s if is_wanted else now.busy_s - last.busy_s
         weight = min(rows / capacity.max_num_seqs, 1.0)
         fade = 0.5 ** (weight * taken_s / _HALF_LIFE_S)
         self._expected_s = fade * self._expected_s + weight * expected_s
         self._taken_s = fade * self._taken_s + weight * taken_s
+
+    def _tokens_per_s(self, rows: float) -> float:
+        return self._capacity.tokens_per_s(self._capacity.base(rows), rows)
+
+
+def _rows_with_pages(now: EngineStatus, capacity: Capacity) -> float:
+    """Return the rows that a full batch would have, as far as pages go by those of today's rows."""
+    held = now.num_pages - now.num_free_pages
+    rows = now.num_running * now.num_pages / held if held > 0 else math.inf
+    return min(max(rows, 1.0), capacity.max_num_seqs)
 
 
 def bounded(pace: float) -> float:

@@ -89,11 +89,22 @@ def test_replicas_that_are_never_full_have_the_mean_pace_of_their_work():
     assert paces == pytest.approx([0.5, 1.0, 0.9])
 
 
-def test_a_batch_that_does_not_fill_although_requests_wait_is_slow():
+def test_an_engine_that_rests_although_requests_wait_is_slow():
+    assert Engine().run(60, ROWS, 1.0, waiting=5, busy=0.5) == pytest.approx(0.5, rel=0.02)
+
+
+def test_a_batch_that_long_prompts_keep_small_is_not_slow():
+    assert Engine().run(60, ROWS // 2, 1.0, waiting=5) == pytest.approx(1.0)
+
+
+def test_too_few_pages_for_a_full_batch_are_known_before_it_is_full():
     half = CAPACITY.tokens_per_s(AR, ROWS / 2) / CAPACITY.tokens_per_s(AR, ROWS)
-    assert Engine().run(60, ROWS // 2, 1.0, waiting=5) == pytest.approx(half, rel=0.02)
-    idle = Engine().run(60, ROWS, 1.0, waiting=5, busy=0.5)
-    assert idle == pytest.approx(0.5, rel=0.02), "waiting time counts"
+    for rows in (2, 6, ROWS // 2):
+        engine = Engine()
+        engine.status = replace(engine.status, num_pages=32, num_free_pages=32 - 4 * rows)
+        assert engine.run(60, rows, 1.0) == pytest.approx(half)
+    engine.status = replace(engine.status, num_free_pages=31)
+    assert engine.run(400, 3, 1.0) == pytest.approx(1.0, abs=0.02), "there are more than slots"
 
 
 def test_steps_that_last_seconds_count_once_they_have_ended():
