@@ -267,6 +267,10 @@ class FairQueue(Generic[ItemT]):
         higher = sum(shares.num for each, shares in self._tiers.items() if each.rank > tier.rank)
         return higher + self._tiers[tier].num_early(now_s)
 
+    def num_late(self, tier: Tier, now_s: float) -> int:
+        """Return how many requests of a tier wait that are late."""
+        return self._tiers[tier].num - self._tiers[tier].num_early(now_s)
+
     def num_of(self, tier: Tier) -> int:
         """Return how many requests of a tier wait."""
         return self._tiers[tier].num

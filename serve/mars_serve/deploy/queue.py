@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from mars_autoscale.queueing.estimate import StartPace
+from mars_autoscale.queueing.estimate import LateRule, StartPace
 from mars_autoscale.queueing.grants import even_parts, reserve_of
-from mars_autoscale.queueing.order import FairQueue, QueuedRequest, late_from
+from mars_autoscale.queueing.order import LATE_TURN, FairQueue, QueuedRequest, late_from
 from mars_autoscale.queueing.placement import has_room, load_of
 from mars_platform.tier import Tier
 from mars_serve.config.settings import ModelSettings
@@ -267,20 +267,43 @@ class RequestQueue:
         deadline_s = waiting.arrived_s + wanted_s
         tier, key = request.options.tier, request.key
         self._refuse_late(request, deadline_s)
-        limit_s = request.options.max_queue_s
+        late_s = late_from(waiting.arrived_s, wanted_s)
         queued = self._queue.add(
             waiting,
             tier=tier,
             key=key,
             cost=self._expected_cost(request),
             deadline_s=deadline_s,
-            limit_s=None if limit_s is None else waiting.arrived_s + limit_s,
-            late_s=late_from(waiting.arrived_s, wanted_s),
+            limit_s=self._limit_s(waiting, late_s),
+            late_s=late_s,
         )
         self._pace.note_waiting(True)
         self._expire_later()
         self._tell_soon()
         return queued
+
+    def _limit_s(self, waiting: _Waiting, late_s: float) -> float | None:
+        """Return the time until which a request waits; None if it waits for as long as it takes.
+
+        Once nothing is left to give, late requests may be so many that one more would wait in vain,
+        even if all replicas that may be ordered were there. Then it is told when it becomes late.
+        """
+        longest_s, tier = waiting.request.options.max_queue_s, waiting.request.options.tier
+        if longest_s is None:
+            return None
+        limit_s = waiting.arrived_s + longest_s
+        rules = self._late_rules()
+        if not rules or waiting.request.num_moves:
+            return limit_s
+        num_first = LATE_TURN * self._queue.num_late(tier, self._clock())
+        each_s = max(rule.each_s for rule in rules) / self._most_replicas
+        return min(limit_s, late_s) if num_first * each_s > longest_s else limit_s
+
+    def _late_rules(self) -> list[LateRule]:
+        """Return the replicas' rules for late requests if every one has a rule, else nothing."""
+        rules = [client.late_rule for client in self._engines.usable().values()]
+        found = [rule for rule in rules if rule is not None]
+        return found if len(found) == len(rules) else []
 
     def _expected_cost(self, request: Request) -> int:
         output = min(request.options.max_tokens, round(self._mean_output))
@@ -297,7 +320,6 @@ class RequestQueue:
             QueueFull: it would miss the model's objective.
         """
         usable, tier, now_s = self._engines.usable(), request.options.tier, self._clock()
-        rules = [client.late_rule for client in usable.values()]
         if request.deadline_s is not None:
             _, tokens_ahead = self._queue.ahead(tier, request.key, deadline_s, now_s=now_s)
             wait_s = self._pace.wait_s(tokens_ahead)
@@ -305,13 +327,13 @@ class RequestQueue:
             if self._pace.is_hopeless(tokens_ahead, deadline_s, speedup=speedup):
                 reason = f"the request would wait about {wait_s:.1f} s"
                 raise DeadlineMissed(reason, wait_s)
-        if rules and all(rules):
+        if rules := self._late_rules():
             # of those that wait in engines, these alone do not begin at the next step
             num_sent = sum(
                 min(client.num_waiting(tier), self._reserve) for client in usable.values()
             )
             num_ahead = (self._queue.num_before(tier, now_s) + num_sent) / len(rules)
-            late_s = max(rule.late_s(num_ahead) for rule in rules if rule)
+            late_s = max(rule.late_s(num_ahead) for rule in rules)
             if late_s > 0:
                 raise QueueFull(f"the request would come {late_s:.1f} s too late", late_s)
 
@@ -340,8 +362,8 @@ class RequestQueue:
     def _expire(self) -> None:
         for queued in self._queue.expire(self._clock()):
             if not queued.item.lease.done():
-                limit_s = queued.item.request.options.max_queue_s
-                problem = QueueTimeout(f"no replica began the request within {limit_s} s")
+                waited_s = (queued.limit_s or 0.0) - queued.item.arrived_s
+                problem = QueueTimeout(f"no replica began the request within {waited_s:.3g} s")
                 queued.item.lease.set_exception(problem)
         self._pace.note_waiting(bool(self._queue))
         self._expire_later()

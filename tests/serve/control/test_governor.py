@@ -22,6 +22,7 @@ from mars_autoscale.policy.settings import OuterSettings
 from mars_platform.method.mode import LiveDecoding
 from mars_serve.config.served import PublishedThreshold
 from mars_serve.control.governor import Governor
+from mars_serve.control.words import decision_words
 from replica_reports import report_of
 
 START = PublishedThreshold(0, 0.95)
@@ -35,7 +36,7 @@ CALM = Decision(
     debt=0.0,
 )
 FULL_RANGE = ThresholdRange(0.9, 0.7, feed_forward=1.5, is_saturated=True)
-FINE = replace(CALM, num_replicas=3, range=FULL_RANGE, reason=Reason.LOAD)
+FINE = replace(CALM, num_replicas=3, range=FULL_RANGE, reason=Reason.LOAD, pace=0.5)
 KNOWN = SavedState(OuterState(num_replicas=5, debt=3.0), counts_of([80] * 9))
 
 
@@ -408,11 +409,13 @@ async def test_a_report_of_another_version_is_refused():
 async def test_a_models_metrics_leave_out_other_models():
     async with deciding(fine) as governor:
         await governor.report("other", REPORT, BASIS)
-        await records_of(governor)
+        records = await records_of(governor)
         found = await samples_of(governor, "m")
+    assert "Replicas work at 50% of the calibrated speed." in decision_words(records[-1])
     values = {name: value for name, _, value in found}
     assert values["marsray_autoscaler_replicas"] == 3
     assert values["marsray_autoscaler_saturated"] == 1
+    assert values["marsray_autoscaler_pace"] == 0.5
     assert values["marsray_autoscaler_frontier_refused"] == 0
     assert values["marsray_autoscaler_decisions_total"] > 0
     assert {model for _, model, _ in found} == {"m"}

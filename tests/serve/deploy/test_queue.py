@@ -381,6 +381,26 @@ async def test_late_requests_are_refused_once_every_replica_has_a_rule(start, in
     await assert_all_is_back(backend, *replicas)
 
 
+async def test_a_request_that_would_wait_in_vain_is_told_when_it_is_late(start, ingress) -> None:
+    """By hand: behind five late ones, of which one in eight goes, it would wait for 4 s."""
+    model = MODEL.model_copy(
+        update={"autoscaling": AutoscalingSettings(max_replicas=1, objective_ttft_s=0.2)}
+    )
+    backend = await ingress(replica := start("a", max_num_seqs=1), model=model)
+    blocks = await block(backend, replica)
+    waiting = await spawn_waiting(backend, *(request(f"{index}") for index in range(5)))
+    await asyncio.sleep(0.2)
+    replica.loop.set_late_rule(LateRule(each_s=0.1, objective_s=10.0))
+    await soon(lambda: all(client.late_rule for client in links_of(backend)))
+    with pytest.raises(QueueTimeout, match=r"within 0\.15 s"):
+        await backend.complete(request("vain", max_queue_s=3.9))
+    waiting += await spawn_waiting(backend, request("patient", max_queue_s=60.0))
+    unblock(replica)
+    await asyncio.gather(*blocks, *waiting)
+    assert "vain" not in ids_at(replica)
+    await assert_all_is_back(backend, replica)
+
+
 async def test_a_deadline_that_surely_cannot_be_met_is_refused(start, ingress) -> None:
     backend = await ingress(replica := start("a", max_num_seqs=2))
     now_s = 100.0
