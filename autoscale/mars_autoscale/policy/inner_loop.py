@@ -153,7 +153,7 @@ class InnerLoop:
         if rows not in self._ladders:
             self._ladders[rows] = capacity.ladder(self._settings.min_gain, rows)
         rungs = self._ladders[rows]
-        gain = capacity.gain(rungs[0], rows) / capacity.gain(self._base, rows)
+        gain = capacity.tokens_per_s(rungs[0], rows) / capacity.tokens_per_s(self._base, rows)
         if rungs[0].mode is not Mode.EXACT or gain >= self._settings.exact_gain:
             self._base = rungs[0]
         return rungs

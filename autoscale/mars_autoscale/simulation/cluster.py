@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from mars_autoscale.model.capacity import AR, ONE_TOKEN, Capacity, Rung, Window
 from mars_autoscale.policy.inner_loop import InnerLoopDecision
+from mars_autoscale.policy.pace import PaceMeter
 from mars_autoscale.policy.reports import EngineStatus
 from mars_autoscale.traces.files import PREFIX_BLOCK_TOKENS, TraceRequest
 from mars_platform.method.mode import Mode
@@ -145,7 +146,7 @@ class Replica:
         is_by_tier: bool,
         started_s: float,
         ready_s: float,
-        name: str = "",
+        number: int = 0,
         prefix_cache_tokens: int = 0,
         real_rows: int | None = None,
     ) -> None:
@@ -158,12 +159,13 @@ class Replica:
                 order of arrival; otherwise all are served in order of arrival.
             started_s: time at which it was ordered.
             ready_s: time from which on it gets requests.
-            name: name that is unique in its cluster.
+            number: number of replicas that its cluster started before it.
             prefix_cache_tokens: see `PrefixCache`.
             real_rows: rows for which it has pages; None for all of its slots.
         """
-        self.name = name
+        self.number, self.name = number, str(number)
         self.capacity = capacity
+        self.meter = PaceMeter(capacity)
         self.prefixes = PrefixCache(prefix_cache_tokens)
         self.started_s = started_s
         self.ready_s = ready_s
@@ -188,7 +190,7 @@ class Replica:
         self._prompt_s = 0.0
         self._busy_s = 0.0
         self._num_passes = self._num_row_passes = 0
-        self._tokens = 0.0
+        self._tokens = self._worked_s = 0.0
         self._prompt_tokens = self._hit_tokens = 0
         self.follow(decision)
 
@@ -286,14 +288,15 @@ class Replica:
         self.is_short_of_pages = has_slots and bool(self._waiting)
         return stall_s
 
-    def finish_step(self, now_s: float) -> list[Served]:
-        """Give the rows their tokens; returns the requests that have ended."""
+    def finish_step(self, now_s: float, seconds: float) -> list[Served]:
+        """Give the rows the tokens of a step that took so long; returns the ended requests."""
         for served in self._new:
             served.first_token_s = now_s
             self.backlog_tokens -= served.due_tokens
             self._prompt_tokens += served.request.prompt_tokens
             self._hit_tokens += served.cached_tokens
         self._new.clear()
+        self._worked_s += seconds
         self._num_passes += 1
         self._num_row_passes += self.num_running
         ended = list[Served]()
@@ -310,11 +313,14 @@ class Replica:
             num_requests=self.load + num_before,
             num_running=self.num_running,
             num_waiting=self.num_waiting + num_before,
+            num_pages=self._most_rows,  # a page holds a request here
+            num_free_pages=self._most_rows - self.num_running,
             num_prefix_hit_tokens=self._hit_tokens,
             num_prompt_tokens=self._prompt_tokens,
             num_generated_tokens=round(self._tokens),
             num_forward_passes=self._num_passes,
             num_row_passes=self._num_row_passes,
+            busy_s=self._worked_s,
         )
 
 

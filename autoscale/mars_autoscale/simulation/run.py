@@ -11,6 +11,7 @@ from mars_autoscale.policy.inner_loop import SAMPLE_PERIOD_S, EngineSample
 from mars_autoscale.policy.lengths import LengthCounts, counts_of
 from mars_autoscale.policy.observe import Arrivals, ReplicaLoad, Snapshot
 from mars_autoscale.policy.outer_loop import RATE_WINDOW_S
+from mars_autoscale.policy.pace import bounded
 from mars_autoscale.queueing.estimate import LateRule
 from mars_autoscale.queueing.grants import even_parts, reserve_of
 from mars_autoscale.simulation.cluster import Events, Replica, Served
@@ -36,6 +37,8 @@ class ClusterSample:
     threshold: float
     """Mean τ of tier default over the ready replicas."""
     requests_per_s: float
+    speed: float
+    """Mean real speed of the ready replicas as a multiple of the model's."""
 
 
 @dataclass
@@ -175,8 +178,11 @@ class Simulation:
         ready = self._ready()
         if not ready:
             return False
-        gain = min(each.decision.gain for each in ready)
-        each_s = self._capacity.busy_s(self._lengths.mean, self._mean_prompt, gain)
+        each_s = max(
+            self._capacity.busy_s(self._lengths.mean, self._mean_prompt, each.decision.gain)
+            / bounded(each.meter.pace)
+            for each in ready
+        )
         reserve = reserve_of(self._capacity.max_num_seqs)
         num_sent = sum(min(each.num_waiting_from(tier), reserve) for each in ready)
         num_ahead = (self._dispatch.num_ahead(tier, self._events.now_s) + num_sent) / len(ready)
@@ -202,12 +208,11 @@ class Simulation:
             return
         self._stepping.add(id(replica))
         now = self._events.now_s
-        if self._settings.real_speed:
-            seconds /= self._settings.speed_of(int(replica.name), now)
-        self._events.at(now + seconds, lambda: self._finish_step(replica))
+        real_s = seconds / self._settings.speed_of(replica.number, now)
+        self._events.at(now + real_s, lambda: self._finish_step(replica, real_s))
 
-    def _finish_step(self, replica: Replica) -> None:
-        ended = replica.finish_step(self._events.now_s)
+    def _finish_step(self, replica: Replica, seconds: float) -> None:
+        ended = replica.finish_step(self._events.now_s, seconds)
         for served in ended:
             self._ended.append(served.request.output_tokens)
             self._arrive_after(self._think_s)
@@ -226,7 +231,7 @@ class Simulation:
             is_by_tier=self._dispatch.is_by_tier,
             started_s=now,
             ready_s=now + cold_start_s,
-            name=str(self._num_started),
+            number=self._num_started,
             prefix_cache_tokens=self._settings.prefix_cache_tokens,
             real_rows=self._settings.real_rows,
         )
@@ -275,6 +280,7 @@ class Simulation:
         self._send()  # what has waited for too long leaves, whether or not a step ends
         for replica, num_before in self._told():
             before = replica.decision.live
+            replica.meter.look(now, replica.status(num_before), replica.decision.gain)
             sample = EngineSample(
                 now,
                 replica.load + num_before,
@@ -322,6 +328,7 @@ class Simulation:
                 gain=each.decision.gain,
                 loss=each.decision.loss,
                 is_lowest=each.decision.is_lowest,
+                pace=each.meter.pace,
             )
             for each, num_before in self._told()
         ]
@@ -332,6 +339,7 @@ class Simulation:
         snapshot, ready = self._snapshot(), self._ready()
         assert snapshot.arrivals is not None
         thresholds = [each.decision.live.threshold for each in ready]
+        speeds = [self._settings.speed_of(each.number, now) for each in ready]
         self._result.samples.append(
             ClusterSample(
                 time_s=now,
@@ -340,5 +348,6 @@ class Simulation:
                 num_waiting=sum(each.num_waiting for each in ready) + len(self._dispatch),
                 threshold=sum(thresholds) / max(len(ready), 1),
                 requests_per_s=snapshot.arrivals.requests_per_s,
+                speed=sum(speeds) / max(len(speeds), 1),
             )
         )

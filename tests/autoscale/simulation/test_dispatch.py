@@ -12,7 +12,7 @@ from mars_autoscale.policy.decision import ThresholdRange
 from mars_autoscale.simulation.cluster import Replica
 from mars_autoscale.simulation.dispatch import ServerQueue, TwoChoices
 from mars_autoscale.simulation.policies import FixedThreshold, Target
-from mars_autoscale.simulation.replicas import ReplicaSettings
+from mars_autoscale.simulation.replicas import ReplicaSettings, SpeedChange
 from mars_autoscale.simulation.run import Simulation
 from mars_autoscale.traces.files import TraceRequest
 from mars_platform.tier import Tier
@@ -47,10 +47,12 @@ class Scaled:
         return KINDS[self.kind](seed)
 
 
-def simulate(trace, kind, numbers, seed=0, **options):
+def simulate(trace, kind, numbers, seed=0, speeds=(), **options):
     """Run a trace; returns the result and the policy."""
     policy = Scaled(kind, numbers, **options)
-    limits = ReplicaSettings(max=8, initial=numbers[0.0], cold_start_s=COLD_START_S)
+    limits = ReplicaSettings(
+        max=8, initial=numbers[0.0], cold_start_s=COLD_START_S, real_speed=speeds
+    )
     return Simulation(trace, CAPACITY, limits, policy, seed=seed).run(), policy
 
 
@@ -134,6 +136,16 @@ def test_late_requests_are_refused_by_what_waits_for_each_replica(num_replicas):
     num_waiting = int(num_replicas * 1.0 / (5 * 0.055)) + 1
     num_kept = sum(not each.is_rejected for each in result.served[len(before) :])
     assert num_kept == num_replicas * CAPACITY.max_num_seqs + num_waiting
+
+
+def test_late_requests_are_refused_by_the_real_speed():
+    """By hand, at half of the speed: a request takes a full batch 20 / 4 steps of .11 s."""
+    before = [TraceRequest(float(i), 0, 20) for i in range(100)]  # length and speed are known then
+    trace = before + [TraceRequest(105.0 + 0.001 * i, 0, 20) for i in range(60)]
+    half = [SpeedChange(times=0.5)]
+    result, _ = simulate(trace, "server", {0.0: 1}, is_saturated=True, speeds=half)
+    num_kept = sum(not each.is_rejected for each in result.served[len(before) :])
+    assert num_kept == CAPACITY.max_num_seqs + int(1.0 / (5 * 0.11)) + 1
 
 
 def test_prompts_wait_in_the_queue_and_not_in_a_batch():

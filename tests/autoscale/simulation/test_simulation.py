@@ -156,12 +156,12 @@ def test_a_replica_counts_what_an_engine_counts():
     for _ in range(3):
         replica.enqueue(Served(request))
     replica.begin_step()
-    replica.finish_step(1.0)
+    replica.finish_step(1.0, seconds=0.3)
     replica.begin_step()
     status = replica.status(num_before=5)
     assert (status.num_running, status.num_waiting, status.num_requests) == (2, 6, 8)
     assert (status.num_forward_passes, status.num_row_passes) == (1, 2)
-    assert status.num_generated_tokens == 4
+    assert (status.num_generated_tokens, status.busy_s) == (4, 0.3)
     assert (status.num_prompt_tokens, status.num_prefix_hit_tokens) == (1200, 512)
 
 
