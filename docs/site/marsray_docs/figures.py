@@ -8,7 +8,9 @@ greyscale and the same from run to run.
 from __future__ import annotations
 
 import json
+import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from mars_autoscale.policy.observe import Snapshot
 from mars_autoscale.simulation.config import SimulationConfig, families
+from mars_autoscale.simulation.policies import Joint, Target
 from mars_autoscale.simulation.run import ClusterSample, Simulation
 from mars_autoscale.traces.files import TraceRequest
 from mars_autoscale.traces.synthetic import generate
@@ -44,6 +48,8 @@ def main(folder: Path = FIGURES) -> None:
             "threshold": _threshold(),
             "windows": _windows(),
             "knobs": _knobs(),
+            "pace": _pace(),
+            "gains": _gains(),
         }
         for name, figure in drawn.items():
             figure.savefig(
@@ -179,6 +185,58 @@ def _knobs() -> Figure:
     waiting.legend(["τ and replicas", "replicas alone"], frameon=False, loc="upper right")
     waiting.set(xlabel="seconds", xlim=(60, 600))
     figure.align_ylabels()
+    return figure
+
+
+class _Believing(Joint):
+    """The joint policy without any measured speed: neither a pace nor a queue counts."""
+
+    def decide(self, snapshot: Snapshot, /) -> Target:
+        loads = [replace(each, pace=0.0) for each in snapshot.replicas]
+        return super().decide(replace(snapshot, replicas=loads))
+
+
+def _pace() -> Figure:
+    """Replicas that become slower, met with and without measuring it."""
+    path = ROOT / "examples" / "autoscale" / "simulate.yaml"
+    slower = [{"times": 0.4, "from_s": 150}]
+    config = load_settings(path, SimulationConfig, [f"replicas.real_speed={json.dumps(slower)}"])
+    assert config.synthetic is not None
+    trace = generate(config.synthetic.model_copy(update={"spikes": ()}), 0)
+    limits = {"max_replicas": config.replicas.max, "cold_start_s": config.replicas.cold_start_s}
+    deaf = config.outer.model_copy(update={**limits, "objective_ttft_s": math.inf})
+    believing = _Believing(config.capacity, deaf, config.inner)
+    before = Simulation(trace, config.capacity, config.replicas, believing).run().samples
+    courses = [_joint_course(config, trace), before]
+    figure = Figure(figsize=(7.4, 4.2))
+    tau, replicas, waiting = figure.subplots(3, 1, sharex=True)
+    _course(tau, courses, "threshold", "τ")
+    tau.set_ylim(0.75, 1.02)
+    _course(replicas, courses, "num_ready", "replicas\nready")
+    _course(waiting, courses, "num_waiting", "waiting\nrequests")
+    replicas.set_ylim(0, 17)
+    replicas.legend(
+        ["with the measured pace", "by the frontier alone"], frameon=False, loc="upper left"
+    )
+    waiting.set(xlabel="seconds", xlim=(60, 600))
+    figure.align_ylabels()
+    return figure
+
+
+def _gains() -> Figure:
+    """Gain of τ = .9 over the fastest lossless decoding, by the rows of a step."""
+    masks, tokens, positions, share = 3, 1.85, 5.0, np.linspace(0.0, 0.5, 201)
+    lowered = tokens / (1 + (tokens + masks) * share)
+    figure = Figure(figsize=(6.2, 3))
+    axes = figure.subplots()
+    for exact, style in ((1.0, "-"), (1.3, "--"), (1.6, "-."), (2.2, ":")):
+        base = np.maximum(1 / (1 + share), exact / (1 + positions * share))
+        label = "no mode exact" if exact == 1.0 else f"mode exact: {exact:g} tokens a pass"
+        axes.plot(share, lowered / base, style, color=_DARK, label=label)
+    axes.axhline(1, color=_MIDDLE, lw=1)
+    axes.set(xlabel="rows of a step / positions that double its time",
+             ylabel="speed of τ = .9 over\nthe fastest lossless", xlim=(0, 0.5))  # fmt: skip
+    axes.legend(frameon=False)
     return figure
 
 

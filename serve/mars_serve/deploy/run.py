@@ -13,7 +13,6 @@ from types import FrameType
 from rich.console import Console
 
 from mars_platform.checkpoint.metadata import read_metadata_of
-from mars_platform.cli.report import say
 from mars_platform.cluster.ray_private import local_cluster_has_failed
 from mars_platform.cluster.scheduling import children_wait_for_cores
 from mars_platform.cluster.session import ray_session
@@ -42,7 +41,7 @@ def run_server(settings: ServeSettings, console: Console) -> None:
                     "cluster: Ray's own processes have ended; /tmp/ray/session_latest/logs may say "
                     "why; start the server again"
                 )
-        say(console, "shutting down")
+        console.print("shutting down", highlight=False)
 
 
 @contextmanager
@@ -83,10 +82,10 @@ def _look_over_models(settings: ServeSettings, console: Console) -> None:
 
             check_fit(read_model(path, model.adapter))  # importing it takes seconds
         elif metadata is None:
-            say(
-                console,
+            console.print(
                 f"model {model.name}: {path} has no mars.json, so it is served as plain AR; "
                 "threshold mode is refused",
+                highlight=False,
             )
 
 
