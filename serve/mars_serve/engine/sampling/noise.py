@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -56,8 +58,25 @@ def noise_keys(seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def noise_of(keys: Tensor, tokens: Tensor) -> Tensor:
-    """Return the noise of tokens under keys that broadcast against them: float32."""
-    return _gumbel(_mix(keys + tokens * _GOLDEN))
+    """Return the noise of int64 [n] tokens under keys, [] or [m, 1]: float32 [n] or [m, n]."""
+    counters = tokens * _GOLDEN
+    if counters.device.type == "cpu":
+        rows = [_noise_on_cpu(key, counters.numpy()) for key in keys.reshape(-1).numpy()]
+        return torch.from_numpy(np.stack(rows)).reshape(*keys.shape[:-1], len(tokens))
+    return _gumbel(_mix(keys + counters))
+
+
+def _noise_on_cpu(key: np.int64, counters: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Return the same noise under one key in half of the time: float32 [counters]."""
+    bits = (counters + key).view(np.uint64)
+    for shift, factor in _ROUNDS:
+        bits ^= bits >> np.uint64(shift)
+        bits *= np.uint64(factor % 2**64)
+    uniform = (bits >> np.uint64(12)).astype(np.float64)
+    uniform += 0.5
+    uniform *= 2.0**-52
+    np.negative(np.log(uniform, out=uniform), out=uniform)
+    return -np.log(uniform, out=uniform).astype(np.float32)
 
 
 def _gumbel(bits: Tensor) -> Tensor:

@@ -23,14 +23,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import pad
 
 from mars_serve.engine.decoding_options import Sampling
 from mars_serve.engine.device.transfer import to_device
 from mars_serve.engine.sampling.noise import gumbel_noise, noise_keys, noise_of
 
-# Number of likeliest tokens among which filters are tried before the whole vocabulary, which takes
-# about three times as long (150 000 tokens, CPU).
+# Number of likeliest tokens among which a CPU looks first, in a third of the time.
 _NUM_CANDIDATES = 512
 # Logits handled at once. A CPU's cache should hold the temporaries; on other devices only memory
 # counts.
@@ -441,118 +439,97 @@ def _mask(scores: Tensor, picks: Sequence[_Pick]) -> bool:
     return bool(allowed) or bool(early)
 
 
-class _Filters(NamedTuple):
-    """Parameters of the filters, one row for each pick."""
-
-    keys: Tensor
-    """int64 [part, 1], keys of the noise."""
-    top_k: Tensor
-    """int64 [part, 1]; the size of the vocabulary keeps all tokens."""
-    top_p: Tensor
-    """float32 [part, 1]; a value above 1 keeps all tokens."""
-    min_p: Tensor
-    """float32 [part, 1]."""
-
-    def of(self, rows: Tensor) -> _Filters:
-        return _Filters(*(column[rows] for column in self))
-
-
 def _sample(scores: Tensor, columns: _Columns, kind: _Kind) -> Tensor:
-    """Sample the tokens of picks: int64 [part]. Overwrites the scores."""
-    seeds, vocabulary = columns.seeds, scores.shape[1]
+    """Sample the tokens of picks: int64 [part]. Overwrites the scores.
+
+    Filters keep the first tokens in the order of value and id, but nothing is sorted: the token
+    with the highest sum of score and noise is tried. If it is not kept, neither are those behind
+    it, and the best of those before it is tried. On average, that halves the probability left.
+
+    ``top_p`` keeps the tokens before which less than its share lies. That is transformers' rule,
+    but summed from the likeliest token on, where sums are more precise. The sums are the same in
+    any order, and so in any batch, since their terms are multiples of 2**-52.
+    """
     scores /= columns.temperature[:, None]
     if kind is _Kind.SAMPLED:
-        scores += gumbel_noise(seeds, columns.positions, vocabulary)
-        return scores.max(-1).indices
-    keys = noise_keys(seeds, columns.positions)
-    parameters = (keys, columns.top_k, columns.top_p, columns.min_p)
-    filters = _Filters(*(column[:, None] for column in parameters))
-    chosen, is_settled = _sample_among_likeliest(scores, filters)
-    rest = (~is_settled).nonzero()[:, 0]
-    if len(rest):
-        chosen[rest] = _sample_among_all(scores[rest], filters.of(rest))
-    return chosen
+        noise = gumbel_noise(columns.seeds, columns.positions, scores.shape[1])
+        return noise.add_(scores).max(-1).indices
+    return (_best_kept_on_cpu if scores.device.type == "cpu" else _best_kept)(scores, columns)
 
 
-def _sample_among_likeliest(scores: Tensor, filters: _Filters) -> tuple[Tensor, Tensor]:
-    """Sample from the likeliest tokens.
+def _best_kept(scores: Tensor, columns: _Columns) -> Tensor:
+    """Sample from the tokens that filters keep: int64 [part]. Overwrites the scores.
 
     Args:
         scores: float32 [part, vocabulary], scaled logits that peak at 0.
-        filters: parameters of the rows.
-
-    Returns:
-        int64 [part] tokens, and bool [part], whether the token is settled: the filters keep no
-        token beyond the candidates.
+        columns: parameters of the picks.
     """
-    vocabulary = scores.shape[1]
-    count = min(_NUM_CANDIDATES, vocabulary)
-    # Likeliest first, and the lowest id first among equals: [part, count].
-    ids = scores.topk(count, sorted=False).indices.sort(-1, descending=True).values
-    ascending, order = scores.gather(-1, ids).sort(dim=-1, stable=True)  # twice as fast as down
-    values, ids = ascending.flip(-1), ids.gather(-1, order).flip(-1)
-    shares = scores.softmax(-1).gather(-1, ids)
-    is_kept, lowest = _filter(values, shares, filters, vocabulary)
-    noisy = torch.where(is_kept, values + noise_of(filters.keys, ids), -torch.inf)
-    tokens = ids.gather(-1, noisy.max(-1, keepdim=True).indices)[:, 0]
-    last = values[:, -1]
-    is_settled = (lowest > last) | (last == -torch.inf) | (count == vocabulary)
-    return tokens, is_settled
+    top_k, top_p, min_p = (each[:, None] for each in (columns.top_k, columns.top_p, columns.min_p))
+    ids = torch.arange(scores.shape[1], device=scores.device)
+    most = int(torch.where(top_k < len(ids), top_k, 1).max())
+    cut = scores.topk(most).values.gather(-1, (top_k - 1).clamp_max(most - 1))
+    scores.masked_fill_((scores < cut) & (top_k < len(ids)), -torch.inf)
+    noisy = gumbel_noise(columns.seeds, columns.positions, len(ids)).add_(scores)
+    shares = scores.softmax(-1).double() + 1.0 - 1.0
+    chosen = rest = torch.arange(len(scores), device=scores.device)
+    while len(rest):
+        best = noisy.max(-1, keepdim=True).indices
+        chosen = chosen.index_copy(0, rest, best[:, 0])
+        value = scores.gather(-1, best)
+        is_before = (scores > value) | ((scores == value) & (ids < best))
+        before = (shares * is_before).sum(-1, keepdim=True).float()
+        is_kept = (before < top_p) & (value.exp() >= min_p) | ~(before > 0)  # with NaN, too
+        left = (~is_kept[:, 0]).nonzero()[:, 0]
+        noisy = noisy[left].masked_fill_(~is_before[left], -torch.inf)
+        scores, shares, rest = scores[left], shares[left], rest[left]
+        top_p, min_p = top_p[left], min_p[left]
+    return chosen
 
 
-def _sample_among_all(scores: Tensor, filters: _Filters) -> Tensor:
-    """Sample from the whole vocabulary: int64 [part]; see `_sample_among_likeliest`.
-
-    The filters keep the first tokens in the order of value and id. So the last value that they keep
-    and their number tell which these are, and no id has to be sorted.
-    """
-    vocabulary = scores.shape[1]
-    values, shares = _descending(scores), _descending(scores.softmax(-1))
-    is_kept, _ = _filter(values, shares, filters, vocabulary)
-    num_kept = is_kept.sum(-1, keepdim=True)
-    last = values.gather(-1, num_kept - 1)
-    is_above, is_last = scores > last, scores == last
-    num_last = num_kept - is_above.sum(-1, keepdim=True)
-    is_kept = is_above | (is_last & (is_last.cumsum(-1) <= num_last))
-    ids = torch.arange(vocabulary, device=scores.device)
-    noisy = torch.where(is_kept, scores + noise_of(filters.keys, ids), -torch.inf)
-    return noisy.max(-1).indices
+def _best_kept_on_cpu(scores: Tensor, columns: _Columns) -> Tensor:
+    """Return what `_best_kept` does, in a fraction of the time."""
+    keys = noise_keys(columns.seeds, columns.positions)
+    limits = zip(columns.top_k.tolist(), columns.top_p.numpy(), columns.min_p.numpy(), strict=True)
+    rows = zip(scores.numpy(), keys, limits, strict=True)
+    return torch.tensor([_best_kept_of(row, key, *each) for row, key, each in rows])
 
 
-def _descending(table: Tensor) -> Tensor:
-    """Sort each row of float32 [n, m], highest first."""
-    if table.device.type == "cpu":  # in a twentieth of torch's time
-        return torch.from_numpy(np.sort(table.numpy())).flip(-1)
-    return table.sort(-1, descending=True).values
-
-
-def _filter(
-    values: Tensor, shares: Tensor, filters: _Filters, vocabulary: int
-) -> tuple[Tensor, Tensor]:
-    """Apply the filters to the likeliest tokens.
-
-    ``top_p`` keeps the tokens above which less than its share lies. That is transformers' rule, but
-    summed from the likeliest token on, where sums are more precise.
+def _best_kept_of(
+    scores: NDArray[np.float32],
+    key: Tensor,
+    top_k: int,
+    top_p: NDArray[np.float32],
+    min_p: NDArray[np.float32],
+) -> int:
+    """Sample a row's token, among its likeliest tokens alone if the filters surely keep no others.
 
     Args:
-        values: float32 [part, count], likeliest first; the first is 0.
-        shares: float32 [part, count], their probabilities without a filter.
-        filters: parameters of the rows.
-        vocabulary: number of all tokens.
-
-    Returns:
-        bool [part, count], whether each token is kept, the first always; and float32 [part], the
-        lowest value that matters. Tokens beyond these change nothing if their values are lower.
+        scores: float32 [vocabulary], scaled logits that peak at 0.
+        key: int64 [], key of the noise.
+        top_k: as in `_Columns`, like the others.
+        top_p: float32 [].
+        min_p: float32 [].
     """
-    count = values.shape[1]
-    cut = values.gather(-1, (filters.top_k - 1).clamp_max(count - 1))  # [part, 1]
-    is_kept = values >= cut
-    # Shares among the tokens that top_k keeps; softmax gives a row the same bits in every batch.
-    among_top_k = values.masked_fill(~is_kept, -torch.inf).softmax(-1)
-    has_top_k = filters.top_k < vocabulary
-    shares = torch.where(has_top_k, among_top_k, shares)
-    above = pad(shares.cumsum(-1)[:, :-1], (1, 0))
-    is_kept &= (above < filters.top_p) & (values.exp() >= filters.min_p)
-    is_kept[:, 0] = True
-    lowest = torch.where(is_kept, values, torch.inf).amin(-1)
-    return is_kept, torch.where(has_top_k[:, 0], cut[:, 0], lowest)
+    first = max(len(scores) - _NUM_CANDIDATES, 0)
+    ids = np.sort(np.argpartition(scores, first)[first:])
+    if top_k < len(scores):
+        likely = scores[ids] if top_k <= len(ids) else scores
+        cut = np.partition(likely, -top_k)[-top_k]
+        scores = np.where(scores < cut, np.float32(-np.inf), scores)
+    shares = torch.from_numpy(scores).softmax(-1).numpy()
+    last = scores[ids].min()
+    above = (shares[ids] + np.float64(1.0) - 1.0)[scores[ids] > last].sum()
+    if last == -np.inf or np.exp(last) < min_p or 0 < top_p <= np.float32(above):
+        scores, shares = scores[ids], shares[ids]
+    else:
+        ids = np.arange(len(scores))
+    shares = shares + np.float64(1.0) - 1.0
+    noisy = scores + noise_of(key, torch.from_numpy(ids)).numpy()
+    while True:
+        best = int(noisy.argmax())
+        is_before = scores > scores[best]
+        is_before[:best] |= scores[:best] == scores[best]
+        before = np.float32((shares * is_before).sum())
+        if not before > 0 or (before < top_p and np.exp(scores[best]) >= min_p):
+            return int(ids[best])
+        noisy[~is_before] = -np.inf

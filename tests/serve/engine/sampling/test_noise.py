@@ -30,6 +30,12 @@ def test_noise_is_finite_whatever_the_bits_are() -> None:
     assert module._gumbel(torch.tensor([0, 2**63 - 1, -(2**63), -1])).isfinite().all()
 
 
+def test_noise_on_a_cpu_is_that_of_other_devices() -> None:
+    keys, tokens = torch.tensor([-(2**63), -7, 0, 5, 2**63 - 1]), torch.arange(20_000)
+    elsewhere = module._gumbel(module._mix(keys[:, None] + tokens * module._GOLDEN))
+    torch.testing.assert_close(noise_of(keys[:, None], tokens), elsewhere, rtol=3e-7, atol=3e-7)
+
+
 def test_noise_has_the_right_distribution_and_tails() -> None:
     noise = gumbel_noise(torch.arange(20), torch.arange(20), 25_000).flatten().double()
     ordered = noise.sort().values

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -255,22 +256,65 @@ def test_a_large_vocabulary_equals_transformers(sampling: Sampling, scale: float
     assert_best(repeated_choices(logits, sampling, 50), scores, sampling)
 
 
+def kept_by_sorting(scores: Tensor, sampling: Sampling) -> Tensor:
+    """Return the tokens that filters keep: bool [vocabulary], by sorting scores that peak at 0."""
+    ids = scores.sort(descending=True, stable=True).indices  # the lowest id first among equals
+    values = scores[ids]
+    is_kept = values >= values[(min(sampling.top_k, len(ids)) or len(ids)) - 1]
+    if 0 < sampling.top_k < len(ids):
+        scores = scores.masked_fill(scores < values[sampling.top_k - 1], -torch.inf)
+    above = torch.cat([torch.zeros(1), scores.softmax(-1)[ids].double().cumsum(-1).float()[:-1]])
+    if sampling.top_p < 1.0:
+        is_kept &= above < torch.tensor(sampling.top_p, dtype=torch.float32)
+    is_kept &= values.exp() >= torch.tensor(sampling.min_p, dtype=torch.float32)
+    is_kept[0] = True
+    return torch.zeros(len(ids), dtype=torch.bool).index_put_((ids[is_kept],), torch.tensor(True))
+
+
 @settings(max_examples=100)
-@given(samplings(), st.integers(0, 2**31), st.sampled_from([0.0, 0.3, 2.0]), st.booleans())
-def test_few_candidates_choose_as_the_whole_vocabulary_does(
-    sampling: Sampling, seed: int, scale: float, coarse: bool
+@given(
+    st.builds(
+        Sampling,
+        temperature=st.sampled_from([0.2, 1.0, 3.0, 20.0]),
+        top_k=st.sampled_from([0, 1, 3, 60, 99, 100, 2000]),
+        top_p=st.sampled_from([1e-60, 1e-9, 0.05, 0.31, 0.5, 0.77, 0.95, 0.999, 1.0, 1.0]),
+        min_p=st.sampled_from([0.0, 0.0, 0.01, 0.1, 0.61, 1.0]),
+        seed=st.integers(0, 2**63 - 1),
+    ),
+    st.integers(0, 2**31),
+    st.sampled_from([0.0, 0.01, 0.3, 2.0]),
+    st.booleans(),
+    st.sampled_from([1, 4, 100]),
+)
+def test_filters_keep_what_sorting_keeps(
+    sampling: Sampling, seed: int, scale: float, coarse: bool, candidates: int
 ) -> None:
-    logits = random_logits(seed, VOCABULARY, scale=scale)
-    logits = logits.round() if coarse else logits
+    logits = random_logits(seed, 100, scale=scale)
+    logits = (logits * 4).round() / 4 if coarse else logits
     if seed % 3 == 0:
-        logits[1 + seed % 20 :] = -torch.inf
-    history = TokenHistory.of([2, 3], 1)
-    found = []
-    for candidates in (VOCABULARY, 4):
+        logits[1 + seed % 60 :] = -torch.inf
+    scores = (logits - logits.max()) / torch.tensor(sampling.temperature, dtype=torch.float32)
+    noise = gumbel_noise(torch.full((8,), sampling.seed), torch.arange(8), 100)
+    kept = kept_by_sorting(scores, sampling)
+    wanted = (scores + noise).masked_fill(~kept, -torch.inf).max(-1).indices.tolist()
+    for on_cpu in (module._best_kept_on_cpu, module._best_kept):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "_NUM_CANDIDATES", candidates)
-            found.append(repeated_choices(logits, sampling, 30, history=history))
-    assert found[0] == found[1]
+            patch.setattr(module, "_best_kept_on_cpu", on_cpu)
+            assert repeated_choices(logits, sampling, 8) == wanted
+
+
+def test_filters_of_flat_logits_sort_no_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, sort = [0], np.sort
+
+    def counted(table: np.ndarray) -> np.ndarray:
+        lengths.append(table.shape[-1])
+        return sort(table)
+
+    monkeypatch.setattr(np, "sort", counted)
+    logits = random_logits(3, 1, 9000, scale=0.01)
+    choices(logits, [sampled_row(replace(SAMPLED, top_p=0.9, min_p=0.5), [0])])
+    assert max(lengths) <= 1000
 
 
 @pytest.mark.parametrize(
