@@ -143,6 +143,8 @@ class EngineClient:
         """Requests that have not ended, by id."""
         self._cancelled: dict[str, _Stream] = {}
         """Cancelled requests, by id, of whose tokens the engine has yet to tell."""
+        self._compiling: dict[str, str] = {}
+        """Keys of the requests with a grammar that have not begun, by the requests' id."""
         self._looking: asyncio.TimerHandle | None = None
         """Timer of the next look whether the engine is still there; None without requests."""
         self.condition = Condition()
@@ -224,11 +226,7 @@ class EngineClient:
 
     def num_compiling(self) -> Counter[str]:
         """Return the requests sent from here whose grammar may still be compiled, by key."""
-        return Counter(
-            stream.request.key
-            for stream in self._streams.values()
-            if stream.waits and stream.request.options.grammar is not None
-        )
+        return Counter(self._compiling.values())
 
     def waiting_tiers(self) -> list[Tier]:
         """Return the tiers of the requests sent from here that no step has held yet.
@@ -416,11 +414,14 @@ class EngineClient:
         self.credit.num_sent += 1
         self.backlog_tokens += request.num_prompt
         stream = self._streams[request.id] = _Stream(request, time.monotonic())
+        if request.options.grammar is not None:
+            self._compiling[request.id] = request.key
         self._look_later()
         return stream
 
     def _cancel(self, request_id: str) -> None:
         stream = self._streams.pop(request_id, None)
+        self._compiling.pop(request_id, None)
         if stream is not None:
             self._note_output(stream)
             with suppress(EngineDied):  # a dead engine has nothing to cancel
@@ -469,6 +470,7 @@ class EngineClient:
             begun = [self._streams[name] for name in report.request_ids if name in self._streams]
             for stream in begun:
                 stream.waits = False
+                self._compiling.pop(stream.request.id, None)
             if any(stream.request.options.grammar for stream in begun) and self.on_change:
                 self.on_change()
         else:
@@ -496,6 +498,7 @@ class EngineClient:
         if output.finish_reason is not None:
             self._streams.pop(name, None)
             self._cancelled.pop(name, None)
+            self._compiling.pop(name, None)
         stream.outputs.put_nowait(output)
 
     def _note_output(self, stream: _Stream) -> None:
@@ -514,6 +517,7 @@ class EngineClient:
             died.had_begun = not stream.waits
             stream.outputs.put_nowait(died)
         self._streams.clear()
+        self._compiling.clear()
         if self.on_change is not None:
             self.on_change()
 

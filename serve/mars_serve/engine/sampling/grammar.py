@@ -8,6 +8,7 @@ rule for end tokens. A grammar that comes from a client is first tried in a proc
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 import time
@@ -32,6 +33,7 @@ from mars_platform.errors import UserError
 from mars_serve.engine.decoding_options import GrammarKind, GrammarSpec
 from mars_serve.engine.sampling.grammar_tokens import with_secret_names
 from mars_serve.engine.sampling.grammar_trial import (
+    NICENESS,
     GrammarLimits,
     GrammarTrial,
     SerializedTokenizer,
@@ -533,9 +535,18 @@ def _shorten(message: str) -> str:
     return " ".join(reason.split())[:_MAX_REASON]
 
 
+def _give_way() -> None:
+    """Lower the priority of this thread, which on Linux does not bear on the other threads."""
+    niceness = os.getpriority(os.PRIO_PROCESS, 0) + NICENESS  # 0 means this thread
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(niceness, 19))
+
+
 def _start_with_stack(function: Callable[[], _Made], num_bytes: int) -> Future[_Made]:
-    """Run a function in a thread with a stack of a given size; only its used part takes memory."""
-    pool = ThreadPoolExecutor(max_workers=1)
+    """Run a function in a thread with a stack of a given size; only its used part takes memory.
+
+    The thread gives way to those that run steps.
+    """
+    pool = ThreadPoolExecutor(max_workers=1, initializer=_give_way)
     with _stack_size_lock:  # the size holds for all threads that the process starts next
         before = threading.stack_size(num_bytes)
         try:

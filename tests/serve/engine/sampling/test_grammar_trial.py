@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +13,11 @@ from transformers import PreTrainedTokenizerBase
 from decoding.grammar_specs import VOCABULARY, lark, regex, schema
 from mars_platform.errors import UserError
 from mars_serve.engine.sampling import grammar_trial
-from mars_serve.engine.sampling.grammar import GrammarCompiler, GrammarLimits
+from mars_serve.engine.sampling.grammar import (
+    GrammarCompiler,
+    GrammarLimits,
+    _start_with_stack,
+)
 
 LIMITS = GrammarLimits(compile_s=0.4, compile_bytes=2**28)
 PATTERNS = {f"^{chr(97 + i // 26)}{chr(97 + i % 26)}.*$": {"type": "string"} for i in range(400)}
@@ -134,3 +139,12 @@ def test_closing_ends_the_process(tokenizer: PreTrainedTokenizerBase, ends: set[
     (process,) = set(psutil.Process().children()) - before
     compiler.close()
     assert not process.is_running()
+
+
+def test_compiling_gives_way_to_steps(isolated: GrammarCompiler) -> None:
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    thread = _start_with_stack(lambda: os.getpriority(os.PRIO_PROCESS, 0), 2**20)
+    assert thread.result() == min(own + grammar_trial.NICENESS, 19)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own
+    isolated.compile(regex("[ab]+"))
+    assert trial_process().nice() == min(own + grammar_trial.NICENESS, 19)
