@@ -23,8 +23,9 @@ LARGE = 2**18
 """Bytes of the largest body that is read beside others; larger ones are read one at a time."""
 _SHORT = 4096  # bytes of a text that holds nobody up
 _NUM_THREADS = 2
-_REST = 1
-"""Times the length of a turn for which its key waits behind it, where other keys are active."""
+_REST, _LARGE_REST = 1, 3
+"""Times the length of a turn for which its key waits behind it, where other keys are active. The
+event loop reads the JSON of large bodies in one piece."""
 _ACTIVE_S = 10.0
 """Seconds for which a key counts as active behind its last request."""
 _RETRY_AFTER_S = 1
@@ -36,12 +37,15 @@ class Line:
     """Threads for which work waits by turns among keys, of which none ever has all.
 
     Each of the ``num`` threads has one turn at once. A key has less while others than it are
-    active.
+    active, and then rests ``rest`` times as long as its turn took.
     """
 
-    def __init__(self, num: int, name: str, has_others: Callable[[Caller], bool]) -> None:
+    def __init__(
+        self, num: int, name: str, has_others: Callable[[Caller], bool], rest: int = _REST
+    ) -> None:
         self._num = self._num_free = num
         self._has_others = has_others
+        self._rest = rest
         self._threads = ThreadPoolExecutor(num, name)
         self._most = 1
         """Turns that one key may have at once."""
@@ -76,7 +80,7 @@ class Line:
         if self._has_others(caller):
             loop = asyncio.get_running_loop()
             self._num_rests[caller.name] += 1
-            loop.call_later(_REST * (loop.time() - begun_s), self._end_rest, caller.name)
+            loop.call_later(self._rest * (loop.time() - begun_s), self._end_rest, caller.name)
         self._give()
 
     def _end_rest(self, key: str) -> None:
@@ -148,7 +152,7 @@ class TextThreads:
         self._line = Line(_NUM_THREADS, "texts", self._has_others)
         # A long text takes a hundred times its own memory, so there is one at a time. It has a
         # thread of its own for shorter ones not to wait for it.
-        self._large = Line(1, "large-texts", self._has_others)
+        self._large = Line(1, "large-texts", self._has_others, _LARGE_REST)
 
     @contextmanager
     def load(self, caller: Caller) -> Iterator[Load]:
