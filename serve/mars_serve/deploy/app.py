@@ -151,7 +151,7 @@ def _bind_model(settings: ServeSettings, index: int, num_threads: int) -> Applic
         "name": _deployment_name(settings.models, index),
         **_replicas(model),
         "ray_actor_options": {"num_cpus": model.num_cpus, "num_gpus": model.num_gpus},
-        "health_check_period_s": 2,
+        "health_check_period_s": 1,  # Serve replaces a replica after three checks that failed
     }
     return serve.deployment(ModelReplica, **options).bind(model, num_threads)
 
