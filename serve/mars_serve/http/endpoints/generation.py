@@ -47,6 +47,7 @@ from mars_serve.engine.ipc.client import QueueFull
 from mars_serve.engine.request import Request as EngineRequest
 from mars_serve.http.endpoints.event_stream import DONE, EventStream, sse
 from mars_serve.http.endpoints.information import find_model
+from mars_serve.http.endpoints.json_route import JsonRoute
 from mars_serve.http.middleware.errors import as_api_error, cause_of
 from mars_serve.http.middleware.records import RequestRecord, UnknownFields
 
@@ -60,7 +61,7 @@ def generation_router(
     places: Mapping[str, Places],
 ) -> APIRouter:
     """Return the router of the endpoints that generate text."""
-    router, unknown = APIRouter(), UnknownFields()
+    router, unknown = APIRouter(route_class=JsonRoute), UnknownFields()
 
     @router.post(
         "/v1/completions", response_model=None, responses=generation_described(CompletionResponse)

@@ -24,6 +24,7 @@ from mars_serve.api.tools import prepare_tools
 from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import LimitSettings
 from mars_serve.http.endpoints.information import find_model
+from mars_serve.http.endpoints.json_route import JsonRoute
 from mars_serve.http.middleware.records import RequestRecord
 
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -64,7 +65,7 @@ def tokens_router(
     models: Mapping[str, ServedModel], limits: LimitSettings, threads: TextThreads
 ) -> APIRouter:
     """Return the router of the endpoints that convert between text and token ids."""
-    router = APIRouter(responses=errors_described())
+    router = APIRouter(responses=errors_described(), route_class=JsonRoute)
 
     @router.post("/tokenize", responses={200: {"model": TokenizeResponse}})
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
