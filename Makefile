@@ -6,6 +6,9 @@ CLIENTS := .venv-clients
 
 TRITON := build/triton
 
+# The many processes of a run keep their compiled modules, also where the environment says not to.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo docs figures test test-full test-clients lint format wheel constraints clean
 
 demo: $(VENV)/.installed

@@ -6,6 +6,7 @@ is the longer half, and the second takes the other modules.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from mars_train.data.demo import write_demo_data
 from mars_train.data.demo_tasks import draw_short
 from mars_train.recipe import Recipe
 from mars_train.run.recipe_run import run_recipe
+from mars_train.run.scratch import train_tokenizer
 
 RECIPE = Path(__file__).parent / "recipe.yaml"
 _WITH_RAY = (
@@ -32,9 +34,10 @@ _WITH_RAY = (
     "tests/end_to_end/",
     "tests/packaging/test_wheel.py",
     "tests/docs/test_user_path.py",
-    "tests/train/data/test_pipeline.py",
 )
-"""Tests that start Ray, in the order in which they run; all other tests follow."""
+"""Tests that start Ray, in the order in which they run."""
+_ORDER = (*_WITH_RAY, "tests/train/", "tests/serve/")
+"""Order of a run; all other tests follow. They are the short ones: two processes end together."""
 _EXAMPLES = int(os.environ.get("MARSRAY_EXAMPLES", "100"))
 """Cases drawn for each property that sets no number of its own."""
 settings.register_profile(
@@ -59,9 +62,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in full]
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # all modules and tests, which each collection of garbage would look through again
+
+
 def _turn(item: pytest.Item) -> int:
-    turns = [turn for turn, start in enumerate(_WITH_RAY) if item.nodeid.startswith(start)]
-    return turns[0] if turns else len(_WITH_RAY)
+    turns = [turn for turn, start in enumerate(_ORDER) if item.nodeid.startswith(start)]
+    return turns[0] if turns else len(_ORDER)
 
 
 class _OneRayAtATime(LoadFileScheduling):
@@ -87,6 +94,15 @@ def _one_thread() -> None:
 def _interruptible() -> None:
     """Let SIGINT end this process and its children, which ignore it if a shell runs them behind."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the tokenizer of a few sentences."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    texts = ["Count a box of 12 apples", "There are 12 apples in the box."] * 10
+    train_tokenizer(texts, 300).save_pretrained(path)
+    return path
 
 
 @dataclass(frozen=True)

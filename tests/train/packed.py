@@ -9,7 +9,7 @@ from mars_train.method.layout import collate, lay_out, pack
 MASK, PAD, VOCABULARY = 60, 0, 64
 
 
-def build_model(family="qwen2", head_dim=8, **settings):
+def build_model(family="qwen2", head_dim=8, num_hidden_layers=2, **settings):
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         family,
@@ -17,7 +17,7 @@ def build_model(family="qwen2", head_dim=8, **settings):
         hidden_size=48,
         head_dim=head_dim,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=num_hidden_layers,
         num_attention_heads=6,  # not a power of two; three per key-value head
         num_key_value_heads=2,
         initializer_range=0.3,

@@ -19,7 +19,7 @@ from mars_platform.config import load_settings
 from mars_train.recipe import Recipe
 from mars_train.run.recipe_run import run_recipe
 
-_MAX_STEPS = 120
+_MAX_STEPS = 80
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -62,7 +62,7 @@ def recipe_file(trained, tmp_path_factory) -> Path:
     (work / "data" / "a.jsonl").write_text("\n".join(lines) + "\n")
     table = pa.Table.from_pylist([json.loads(row) for row in rows[32:]])
     pa.parquet.write_table(table, work / "data" / "b.parquet")
-    stage = {"objective": "mars", "block_size": 8, "batch_size": 16, "micro_batch_size": 8}
+    stage = {"objective": "mars", "block_size": 8, "batch_size": 8, "micro_batch_size": 4}
     content = {
         "model": {"base": str(trained.ar_model)},
         "data": {"train": [str(work / "data")], "max_length": 128, "max_bad_rows": 2},

@@ -1,4 +1,4 @@
-"""A recipe whose last stage trains an adapter: it leaves the model alone."""
+"""A recipe that trains an adapter on the model's own responses: it leaves the model alone."""
 
 from __future__ import annotations
 
@@ -9,29 +9,42 @@ from rich.console import Console
 
 from mars_platform.checkpoint.adapted import check_fit, read_model
 from mars_platform.checkpoint.manifest import describe_all
+from mars_train.data.token_store import TokenStore
 from mars_train.recipe import Recipe
+from mars_train.run.generation import STORE
 from mars_train.run.recipe_run import run_recipe
 from mars_train.stage.history import read_history
+
+NUM_ROWS, NUM_RESPONSES = 64, 20
 
 
 def test_a_recipe_leaves_the_model_and_an_adapter_for_it(trained, tmp_path):
     lines = (trained.data / "train.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "rows.jsonl").write_text("".join(lines[:64]))
-    stage = {"objective": "mars", "adapter": {"rank": 8}, "batch_size": 16, "max_steps": 3}
+    (tmp_path / "rows.jsonl").write_text("".join(lines[:NUM_ROWS]))
+    responses = {"objective": "generate", "max_tokens": 12, "max_responses": NUM_RESPONSES}
+    stage = {"objective": "mars", "adapter": {"rank": 8}, "batch_size": 8, "max_steps": 3}
     content = {
         "model": {"base": str(trained.ar_model)},
         "data": {"train": [str(tmp_path / "rows.jsonl")], "max_length": 128},
-        "stages": [stage | {"learning_rate": 3e-3}],
+        "stages": [
+            responses | {"name": "own"},
+            stage | {"responses": "own", "epochs": 9, "learning_rate": 3e-3},
+        ],
         "evaluation": {"data": [str(trained.data / "eval.jsonl")], "max_items": 4},
-        "scaling": {"num_workers": 2, "threads_per_worker": 1},
+        "scaling": {"threads_per_worker": 1},
         "precision": "no",
         "output": str(tmp_path / "out"),
     }
-    before, printed = describe_all(trained.ar_model), io.StringIO()
-    adapter = run_recipe(Recipe.model_validate(content), Console(file=printed, width=300))
+    before, console = describe_all(trained.ar_model), io.StringIO()
+    adapter = run_recipe(Recipe.model_validate(content), Console(file=console, width=300))
     assert describe_all(trained.ar_model) == before
+    printed = console.getvalue()
     expected = f"stage mars: adapter in {adapter}, for the model {trained.ar_model}"
-    assert expected in printed.getvalue()
+    assert printed.index(f"stage own: {NUM_RESPONSES} responses") < printed.index(expected)
+    store = TokenStore(tmp_path / "out" / "stages" / "own" / STORE)
+    data = TokenStore(tmp_path / "out" / "data")
+    assert (len(store), len(data)) == (NUM_RESPONSES, NUM_ROWS)
+    assert not (tmp_path / "out" / "checkpoints").exists()
     assert not (adapter / "model.safetensors").exists()
     metadata = json.loads((adapter / "mars.json").read_text())
     assert metadata["base"]["name"] == str(trained.ar_model)

@@ -171,7 +171,7 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(story, uninterrupted)
     ours, theirs = (
         read_history(out / "model" / "history.json") for out in (story.output, uninterrupted)
     )
-    assert len(theirs.steps) == 120
+    assert len(theirs.steps) == 80
     assert ours == theirs
     weights = [
         (out / "model" / "model.safetensors").read_bytes() for out in (story.output, uninterrupted)

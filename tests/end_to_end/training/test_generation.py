@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import shutil
 
 import numpy as np
@@ -16,7 +15,6 @@ from mars_platform.errors import Stopped
 from mars_train.data.token_store import TokenStore, TokenStoreWriter
 from mars_train.recipe import GenerateStage, Recipe
 from mars_train.run.generation import STORE, Generation
-from mars_train.run.recipe_run import run_recipe
 from mars_train.run.run_directory import RunDirectory
 from mars_train.storage.directories import Storage
 from responses import generate_responses
@@ -189,34 +187,3 @@ def test_a_damaged_result_is_named_and_removed(work):
     flip_bit(work.results / "generate" / STORE / "tokens.bin")
     printed = rejected(work)
     assert f"{work.results}/generate is damaged and written again: store/tokens.bin" in printed
-
-
-def test_a_recipe_trains_masks_on_responses_from_the_model_before(trained, tmp_path):
-    mars = {"objective": "mars", "responses": "own", "batch_size": 8, "max_steps": 2, "epochs": 9}
-    content = {
-        "model": {"base": str(trained.ar_model)},
-        "data": {"train": [str(tmp_path / "rows.jsonl")], "max_length": 64},
-        "stages": [STAGE | {"name": "own"}, mars | {"learning_rate": 1e-12}],
-        "scaling": {"threads_per_worker": 1},
-        "output": str(tmp_path / "out"),
-    }
-    lines = (trained.data / "train.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "rows.jsonl").write_text("".join(lines[:NUM_ROWS]))
-    printed = io.StringIO()
-    model = run_recipe(Recipe.model_validate(content), Console(file=printed, width=200))
-    text = printed.getvalue()
-    assert text.index(f"stage own: {NUM_RESPONSES} responses") < text.index(
-        "stage mars: checkpoint in"
-    )
-    store = TokenStore(tmp_path / "out" / "stages" / "own" / STORE)
-    data = TokenStore(tmp_path / "out" / "data")
-    assert (len(store), len(data)) == (NUM_RESPONSES, NUM_ROWS)
-    assert not (tmp_path / "out" / "checkpoints").exists()
-    metadata = json.loads((model / "mars.json").read_text())
-    mask_id = metadata["mask_token_id"]
-    ours, before = load_model(model), load_model(trained.ar_model)
-    for name, weight in before.named_parameters():  # the learning rate changes nothing
-        ours_weight = ours.get_parameter(name)
-        if weight.dim() == 2 and ours_weight.shape[0] > mask_id:
-            weight, ours_weight = weight[:mask_id], ours_weight[:mask_id]
-        np.testing.assert_allclose(ours_weight.detach(), weight.detach(), atol=1e-8)

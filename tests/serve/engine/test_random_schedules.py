@@ -218,8 +218,10 @@ _CROWDED = [Arrival(0, 1, length, DecodingOptions(24, Mode.AR), "", None) for le
 """Requests for which the first engine has too few pages, so that some are preempted."""
 
 
-@pytest.mark.parametrize("part", [1, pytest.param(2, marks=pytest.mark.full)])
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize(
+    "part", [1, *(pytest.param(part, marks=pytest.mark.full) for part in range(2, 6))]
+)
+@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(_LOOKED_UP, [0.95], len(SIZES) - 1)  # drawn schedules may hold few of these
 @example(_CROWDED, [1.0], 0)
 @given(st.lists(_ARRIVALS, min_size=1, max_size=8), _LIVE, st.integers(0, len(SIZES) - 1))

@@ -21,10 +21,10 @@ from rest.rest_server import ENGINE, SingleEngineBackend, app_of, served
 from web.live_server import live_server
 
 SETTINGS = table.SETTINGS[:4]
-ITEMS = [Item(f"Start with {number} hats", str(number)) for number in range(10, 16)]
+ITEMS = [Item(f"Start with {number} hats", str(number)) for number in range(10, 13)]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def base_url(plain_dir: Path, mars_dir: Path) -> Iterator[str]:
     """Serve both models of the demo at a port of this machine."""
     checkpoints = {table.AR_MODEL: read_checkpoint(plain_dir), "mars": read_checkpoint(mars_dir)}
@@ -43,7 +43,8 @@ def ask(base_url: str) -> list[DemoResult]:
         return asyncio.run(measure.measure(base_url, SETTINGS, ITEMS, display))
 
 
-def test_every_setting_gets_every_question(base_url: str) -> None:
+def test_every_setting_gets_every_question(base_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_MAX_TOKENS", 30)
     results = ask(base_url)
     assert [result.setting for result in results] == SETTINGS
     for result in results:

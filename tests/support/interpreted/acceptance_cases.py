@@ -1,6 +1,6 @@
-"""Compares the Triton kernels of acceptance with their twin, in a process with TRITON_INTERPRET=1.
+"""Compares the Triton kernels of acceptance with their twin.
 
-The last line says how many reads were compared and the largest difference of a confidence.
+`main` prints how many reads were compared and the largest difference of a confidence.
 """
 
 from __future__ import annotations
@@ -84,7 +84,3 @@ def main() -> None:
         comparison.compare(damaged(logits), is_banned, ones * 1.3)
     figures = [comparison.num_reads, comparison.num_nans, comparison.largest]
     sys.stdout.write(json.dumps(figures) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -76,9 +76,9 @@ def straight(tmp_path_factory, start, data):
     """Run jobs without interruption and return them with their outcomes."""
 
     @cache
-    def run(workers=1, strategy="ddp"):
-        path = tmp_path_factory.mktemp("straight") / "run"
-        job = adapter_job(path, start, data, workers=workers, strategy=strategy)
+    def run(workers=1, strategy="ddp", max_steps=8):
+        path, stage = tmp_path_factory.mktemp("straight") / "run", {"max_steps": max_steps}
+        job = adapter_job(path, start, data, stage=stage, workers=workers, strategy=strategy)
         return job, run_stage(job)
 
     return run
@@ -132,13 +132,13 @@ def test_workers_and_recomputed_activations_do_not_change_the_losses(job_of, str
         _, ours = straight(workers, strategy)
         np.testing.assert_allclose(ours.losses, expected.losses, rtol=0, atol=1e-5)
     recomputed = run_stage(job_of(stage={"max_steps": 3}, gradient_checkpointing=True))
-    plain = run_stage(job_of("plain", stage={"max_steps": 3}))
+    _, plain = straight(max_steps=3)
     np.testing.assert_allclose(recomputed.losses, plain.losses, rtol=0, atol=1e-5)
 
 
-def test_bf16_is_close_to_float32(job_of):
-    plain = run_stage(job_of("plain", stage={"max_steps": 2}))
-    rounded = run_stage(job_of(stage={"max_steps": 2}, precision="bf16"))
+def test_bf16_is_close_to_float32(job_of, straight):
+    _, plain = straight(max_steps=3)
+    rounded = run_stage(job_of(stage={"max_steps": 3}, precision="bf16"))
     np.testing.assert_allclose(rounded.losses, plain.losses, rtol=0.01)
     assert rounded.losses != plain.losses
 

@@ -20,7 +20,6 @@ import torch
 from interpreted.attention_cases import CASES, TOLERANCES, Case
 
 ROOT = Path(__file__).parents[4]
-SUPPORT = ROOT / "tests" / "support"
 
 TRITON = ROOT / "build" / "triton"
 HAS_OWN = (TRITON / "triton").is_dir()
@@ -40,10 +39,25 @@ def environment(variables: dict[str, str], *first: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, **variables}
 
 
-def lines_of(script: str) -> list[Any]:
-    """Run comparisons in a process of their own, and return the lines of JSON that it prints."""
+COMPARE = """
+import torch
+from interpreted import acceptance_cases, attention_cases, layer_cases
+
+torch.set_num_threads(1)  # the tensors are tiny
+for cases in (layer_cases, acceptance_cases, attention_cases):
+    cases.main()
+"""
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[Any]:
+    """Run all comparisons, and return the lines of JSON that they print.
+
+    They have a process of their own, since Triton reads TRITON_INTERPRET when it is imported and
+    other tests must not see that.
+    """
     done = subprocess.run(
-        [sys.executable, str(SUPPORT / "interpreted" / script)],
+        [sys.executable, "-c", COMPARE],
         env=environment({"TRITON_INTERPRET": "1"}, TRITON),
         capture_output=True,
         text=True,
@@ -53,30 +67,24 @@ def lines_of(script: str) -> list[Any]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.fixture(scope="module")
-def results_of_attention() -> dict[str, Any]:
-    """The result of each case of attention, by its name."""
-    return {result["id"]: result for result in lines_of("attention_cases.py")}
-
-
 @needs_interpreter
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_attention_equals_dense_attention(case: Case, results_of_attention: dict[str, Any]) -> None:
-    result = results_of_attention[case.id]
+def test_attention_equals_dense_attention(case: Case, lines: list[Any]) -> None:
+    (result,) = [each for each in lines[2:] if each["id"] == case.id]
     assert "error" not in result, result["error"]
     assert result["difference"] < TOLERANCES[case.dtype]
 
 
 @needs_interpreter
-def test_kernels_of_a_layer_equal_their_twins() -> None:
-    num_cases, largest = lines_of("layer_cases.py")[-1]
-    assert num_cases == 142
+def test_kernels_of_a_layer_equal_their_twins(lines: list[Any]) -> None:
+    num_cases, largest = lines[0]
+    assert num_cases == 85
     assert set(largest) == {"torch.float32", "torch.float16"}
 
 
 @needs_interpreter
-def test_proposals_and_confidences_equal_their_twins() -> None:
-    num_reads, num_nans, _ = lines_of("acceptance_cases.py")[-1]
+def test_proposals_and_confidences_equal_their_twins(lines: list[Any]) -> None:
+    num_reads, num_nans, _ = lines[1]
     assert num_reads == 192
     assert num_nans == 48  # four damaged reads of eight, by three measures, four times
 

@@ -1,3 +1,5 @@
+"""Rows of files become a store of tokens, on Ray Data."""
+
 import json
 import re
 
@@ -7,24 +9,11 @@ import pytest
 import ray
 
 from chats import GOOD, LONG, chat, write_lines
-from mars_platform.cluster.ray_private import busy_node_variables
 from mars_platform.errors import UserError
 from mars_train.data import pipeline
 from mars_train.data.pipeline import encode_rows, encoded_tables, prepare
 from mars_train.data.token_store import TokenStore
 from mars_train.recipe import DataSettings
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in busy_node_variables().items():
-            patch.setenv(name, value)
-        ray.init(
-            num_cpus=2, object_store_memory=80 * 2**20, include_dashboard=False, log_to_driver=False
-        )
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture
@@ -45,7 +34,7 @@ def settings_for(*sources, **settings):
 
 
 def test_every_row_is_counted_and_bad_or_cut_ones_are_reported(
-    cluster, tokenizer_path, tmp_path, monkeypatch
+    tokenizer_path, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     write_lines(tmp_path / "in" / "b.jsonl", GOOD, LONG, "7", GOOD, "{")
@@ -78,7 +67,7 @@ def test_every_row_is_counted_and_bad_or_cut_ones_are_reported(
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["report.jsonl", "tokens"]
 
 
-def test_the_store_does_not_depend_on_files_and_their_format(cluster, tokenizer_path, tmp_path):
+def test_the_store_does_not_depend_on_files_and_their_format(tokenizer_path, tmp_path):
     lines = [json.dumps(chat(f"Count {i}", f"{i} apples " * (i % 7 + 1))) for i in range(700)]
     one = write_lines(tmp_path / "one" / "chat.jsonl", *lines)
     sizes = [1, 300, 2, 40, 0, 357]
@@ -100,9 +89,7 @@ def test_the_store_does_not_depend_on_files_and_their_format(cluster, tokenizer_
     assert len(fingerprints) == 1
 
 
-def test_one_large_file_is_tokenised_by_several_tasks(
-    cluster, tokenizer_path, tmp_path, monkeypatch
-):
+def test_one_large_file_is_tokenised_by_several_tasks(tokenizer_path, tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline, "BLOCK_BYTES", 50_000)
 
     def with_task(rows, **arguments):
@@ -130,7 +117,7 @@ def refused(settings, tokenizer_path, output):
     return message
 
 
-def test_more_bad_rows_than_allowed_are_refused(cluster, tokenizer_path, lines_file, tmp_path):
+def test_more_bad_rows_than_allowed_are_refused(tokenizer_path, lines_file, tmp_path):
     file = lines_file(GOOD, "7", *["{"] * 4)
     output = tmp_path / "out" / "tokens"
     settings = settings_for(file, max_bad_rows=4)
@@ -144,9 +131,7 @@ def test_more_bad_rows_than_allowed_are_refused(cluster, tokenizer_path, lines_f
     assert prepare(allowed, tokenizer_path, output).num_examples == 1
 
 
-def test_reading_stops_if_no_row_is_usable(
-    cluster, tokenizer_path, lines_file, tmp_path, monkeypatch
-):
+def test_reading_stops_if_no_row_is_usable(tokenizer_path, lines_file, tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline, "BLOCK_BYTES", 10_000)
     monkeypatch.setattr(pipeline, "HOPELESS_ROWS", 300)
     settings = settings_for(lines_file(*["{" * 50] * 20_000), max_bad_rows=600)
@@ -164,7 +149,7 @@ def corrupt(file):
     file.write_bytes(content)
 
 
-def test_a_broken_file_is_refused_by_name(cluster, tokenizer_path, tmp_path):
+def test_a_broken_file_is_refused_by_name(tokenizer_path, tmp_path):
     good = write_lines(tmp_path / "good.jsonl", *[GOOD] * 10)
     corrupt(tmp_path / "middle.parquet")
     settings = settings_for(good, tmp_path / "middle.parquet", max_bad_rows=10**6)
@@ -172,7 +157,7 @@ def test_a_broken_file_is_refused_by_name(cluster, tokenizer_path, tmp_path):
     assert message.startswith(f"data.train: {tmp_path / 'middle.parquet'} cannot be read")
 
 
-def test_parquet_rows_without_text_are_bad_rows(cluster, tokenizer_path, tmp_path):
+def test_parquet_rows_without_text_are_bad_rows(tokenizer_path, tmp_path):
     rows = [json.loads(GOOD), chat("Count", None), {"messages": None}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "chat.parquet")
     settings = settings_for(tmp_path / "chat.parquet", max_bad_rows=2)
