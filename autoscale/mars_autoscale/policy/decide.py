@@ -25,7 +25,7 @@ from mars_autoscale.policy.decision import (
     Reason,
     ThresholdRange,
 )
-from mars_autoscale.policy.observe import Arrivals, ReplicaLoad, Snapshot
+from mars_autoscale.policy.observe import ReplicaLoad, Snapshot
 from mars_autoscale.policy.pace import mean_pace
 from mars_autoscale.policy.settings import OuterSettings
 
@@ -34,9 +34,8 @@ _MAX_AGE_PERIODS = 6
 _CLOCK_JUMP_PERIODS = 20
 """Periods between two decisions beyond which the clock must have jumped."""
 _LATE_QUEUE_S = 20.0
-"""Longest time for which a queue must have been too long before it orders replicas."""
-_LATE_QUEUE_SHARE = 1 / 3
-"""The same as a share of a cold start: the sooner a replica is there, the more it still helps."""
+"""Time for which a queue must have been too long before it orders replicas, or a third of a cold
+start if that is less: the sooner a replica is there, the more it still helps."""
 _ROUNDING = 1e-9
 """Share of a replica by which a demand may exceed a whole number of them."""
 
@@ -93,9 +92,9 @@ def decide(
     if not math.isfinite(needed + debt):
         return hold(snapshot, state, settings)
 
-    late_queue = _late_queue(state, snapshot, replicas, arrivals, settings)
-    by_load = _rounded_up(needed, settings)
-    wanted = max(by_load, _rounded_up(_needed_by_queue(late_queue, capacity, settings), settings))
+    rate, by_load = arrivals.requests_per_s, _rounded_up(needed, settings)
+    floor, late_queue = _queue_floor(state, snapshot, replicas, rate, capacity, settings)
+    wanted = max(by_load, _rounded_up(floor, settings))
     wanted_history = (
         *_since(now_s - settings.scale_in_window_s, state.wanted_history),
         (now_s, wanted),
@@ -235,40 +234,28 @@ def _needed_now(
     return max(usual, latest) if _is_busy(replicas, capacity, settings) else usual
 
 
-def _late_queue(
+def _queue_floor(
     state: OuterState,
     snapshot: Snapshot,
     replicas: Sequence[ReplicaLoad],
-    arrivals: Arrivals,
+    rate: float,
+    capacity: Capacity,
     settings: OuterSettings,
-) -> tuple[tuple[float, float], ...]:
-    """Note the requests if those that wait came over more time than the objective allows.
+) -> tuple[float, demand.History]:
+    """Return the replicas for all that runs and waits if too much has waited for long, else 0.
 
-    By Little's law this is the time that a request waits. Replicas that are starting may be all
-    that is needed, so nothing is noted while there are some.
+    Also returns the next `OuterState.late_queue`. By Little's law, requests wait longer than the
+    objective if more wait than arrive within it, at a rate per second. While replicas are starting,
+    these may be all that is needed.
     """
     waiting = sum(replica.num_waiting for replica in replicas)
-    if snapshot.num_starting or waiting <= settings.objective_ttft_s * arrivals.requests_per_s:
-        return ()
+    if snapshot.num_starting or waiting <= settings.objective_ttft_s * rate:
+        return 0.0, ()
+    now_s, least_s = snapshot.now_s, min(_LATE_QUEUE_S, settings.cold_start_s / 3)
     requests = waiting + sum(replica.num_running for replica in replicas)
-    begin_s = snapshot.now_s - _late_queue_s(settings) - settings.period_s
-    return (*_since(begin_s, state.late_queue), (snapshot.now_s, requests))
-
-
-def _late_queue_s(settings: OuterSettings) -> float:
-    return min(_LATE_QUEUE_SHARE * settings.cold_start_s, _LATE_QUEUE_S)
-
-
-def _needed_by_queue(
-    late_queue: Sequence[tuple[float, float]], capacity: Capacity, settings: OuterSettings
-) -> float:
-    """Return the replicas whose batches hold what has run or waited all the time.
-
-    It is 0 if the queue has not been too long for long enough.
-    """
-    if len(late_queue) < 2 or late_queue[-1][0] - late_queue[0][0] < _late_queue_s(settings):
-        return 0.0
-    return min(requests for _, requests in late_queue) / capacity.max_num_seqs
+    queue = (*_since(now_s - least_s - settings.period_s, state.late_queue), (now_s, requests))
+    is_long = len(queue) > 1 and now_s - queue[0][0] >= least_s
+    return min(number for _, number in queue) / capacity.max_num_seqs * is_long, queue
 
 
 def _number(

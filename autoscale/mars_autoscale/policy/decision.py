@@ -97,7 +97,7 @@ class OuterState:
     """Each remembered burst: when it began, and its highest demand at the lowest τ."""
     pace: float = 1.0
     """The last known pace of the replicas."""
-    late_queue: tuple[tuple[float, float], ...] = ()
+    late_queue: demand.History = ()
     """(time in s, requests that run or wait) at each decision since the queue has been longer than
     the objective allows and no replica has been starting."""
 
@@ -118,8 +118,7 @@ class AutoscalerDecision(BaseModel):
     needed: float
     """Number of replicas that the load needs, before rounding."""
     pace: float
-    """Measured speed of the replicas as a share of what frontier.json says, at most 1. The number
-    that the load needs is that at this speed."""
+    """Measured speed of the replicas as a share of frontier.json's, at most 1."""
     debt: float
     """Seconds spent at the lowest τ that have not yet been answered by more replicas."""
     requests_per_s: float | None

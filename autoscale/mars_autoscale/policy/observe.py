@@ -22,8 +22,7 @@ class ReplicaLoad:
     is_lowest: bool = False
     """Whether no lower τ is allowed or of any use."""
     pace: float = 0.0
-    """Measured speed as a multiple of the frontier's; unknown if it is not above 0 or not finite.
-    """
+    """Measured speed as a multiple of the frontier's; unknown unless above 0 and finite."""
 
     @property
     def is_valid(self) -> bool:

@@ -2,8 +2,8 @@
 
 What work should take is what decisions count on: the speed of the base by the frontier, times the
 ladder's gain. Text that is harder to predict than the calibrated one, steps that last longer,
-other programs on the machine, requests that pin a slower mode, and too few pages all show as a pace
-below 1. Imports no Ray or torch, and reads no clock.
+other programs on the machine, requests that pin a slower mode, and too few pages all lower it.
+Imports no Ray or torch, and reads no clock.
 """
 
 from __future__ import annotations
@@ -20,14 +20,11 @@ _HALF_LIFE_S = 10.0
 _LEAST_S = 3.0
 """Seconds of such work from which on the pace is known."""
 _BOUNDS = (0.1, 10.0)
-"""Paces beyond which nothing is believed: it would be one odd report that moves many replicas."""
+"""Paces beyond which nothing is believed."""
 
 
 class PaceMeter:
-    """Measures one replica's pace from what its engine has done between two looks.
-
-    Work counts by the share of the batch that it fills, since a few rows tell little about many.
-    """
+    """Measures one replica's pace; work counts by the share of the batch that it fills."""
 
     def __init__(self, capacity: Capacity) -> None:
         """Begin with an engine that has done nothing; ``capacity`` says what work should take."""
@@ -43,13 +40,7 @@ class PaceMeter:
         return self._expected_s / self._taken_s if self._taken_s >= _LEAST_S else 0.0
 
     def look(self, now_s: float, status: EngineStatus, gain: float = 1.0) -> None:
-        """Take in what the engine has done since the last look.
-
-        Args:
-            now_s: time in seconds on any clock that does not jump.
-            status: the engine now.
-            gain: its speed since then as a multiple of the base's, by the ladder.
-        """
+        """Take in what the engine has done since the last look, with a gain by the ladder."""
         num_passes = status.num_forward_passes - self._last.num_forward_passes
         if num_passes > 0:
             self._add(self._last, status, num_passes, now_s - self._last_s, gain)
@@ -60,20 +51,20 @@ class PaceMeter:
     def _add(
         self, last: EngineStatus, now: EngineStatus, num_passes: int, passed_s: float, gain: float
     ) -> None:
-        capacity = self._capacity
+        capacity, is_wanted = self._capacity, bool(last.num_waiting and now.num_waiting)
         rows = max((now.num_row_passes - last.num_row_passes) / num_passes, 1.0)
         tokens = now.num_generated_tokens - last.num_generated_tokens
         prompts = now.num_prompt_tokens - last.num_prompt_tokens
         prompts -= now.num_prefix_hit_tokens - last.num_prefix_hit_tokens
-        # decisions count on full batches, and the more rows there are, the less each costs
-        share = self._tokens_per_s(_rows_with_pages(now, capacity))
-        share /= self._tokens_per_s(capacity.max_num_seqs)
+        # decisions count on full batches, for which there are pages or not, as far as rows tell
+        most, num_held = float(capacity.max_num_seqs), now.num_pages - now.num_free_pages
+        fit = now.num_running * now.num_pages / num_held if num_held > 0 else most
+        share = self._tokens_per_s(min(max(fit, 1.0), most)) / self._tokens_per_s(most)
         expected_s = tokens / (self._tokens_per_s(rows) * gain) * share
         expected_s += max(prompts, 0) / capacity.prefill_tokens_per_s
         # an engine that is idle although requests wait is slow
-        is_wanted = bool(last.num_waiting and now.num_waiting)
         taken_s = passed_s if is_wanted else now.busy_s - last.busy_s
-        weight = min(rows / capacity.max_num_seqs, 1.0)
+        weight = min(rows / most, 1.0)
         fade = 0.5 ** (weight * taken_s / _HALF_LIFE_S)
         self._expected_s = fade * self._expected_s + weight * expected_s
         self._taken_s = fade * self._taken_s + weight * taken_s
@@ -82,24 +73,12 @@ class PaceMeter:
         return self._capacity.tokens_per_s(self._capacity.base(rows), rows)
 
 
-def _rows_with_pages(now: EngineStatus, capacity: Capacity) -> float:
-    """Return the rows that a full batch would have, as far as pages go by those of today's rows."""
-    held = now.num_pages - now.num_free_pages
-    rows = now.num_running * now.num_pages / held if held > 0 else math.inf
-    return min(max(rows, 1.0), capacity.max_num_seqs)
-
-
 def bounded(pace: float) -> float:
     """Return a pace as it is used: 1 if it is unknown, and never above, as for the calibrated."""
     return min(max(pace, _BOUNDS[0]), 1.0) if pace > 0 else 1.0
 
 
 def mean_pace(paces: Iterable[float], before: float) -> float:
-    """Return the mean of those paces that are known, as it is used.
-
-    Args:
-        paces: paces of replicas, of which those that are not above 0 or not finite are unknown.
-        before: the pace to go on with if none is known.
-    """
+    """Return the mean of the paces above 0 that are finite, or the one before, as it is used."""
     known = [min(each, _BOUNDS[1]) for each in paces if 0 < each < math.inf]
     return bounded(fmean(known) if known else before)

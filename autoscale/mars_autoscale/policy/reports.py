@@ -113,8 +113,7 @@ class ReplicaReport:
     age_s: float = 0.0
     """Seconds for which the engine has shown no progress although it has work, or has been dead."""
     pace: float = 0.0
-    """Speed as a multiple of what the frontier says, see `mars_autoscale.policy.pace`; 0 while it
-    is unknown."""
+    """Speed as a multiple of the frontier's, see `mars_autoscale.policy.pace`; 0 if unknown."""
     version: int = REPORT_VERSION
 
     def load(self, now_s: float) -> ReplicaLoad:

@@ -23,8 +23,6 @@ CAUSES = {
 }
 BY_HAND = "it was set by hand"
 
-_SLOW = 0.9
-"""Pace below which a decision's words name it."""
 _REASONS = {
     Reason.STEADY: "as many as the load needs",
     Reason.LOAD: "the arriving or waiting requests need them",
@@ -55,7 +53,7 @@ def decision_words(record: AutoscalerDecision) -> str:
             f"{record.requests_per_s:.2g} requests arrive each second; "
             f"they need {record.needed:.2g} replicas."
         )
-    if record.pace < _SLOW:
+    if record.pace < 0.9:
         parts.append(f"Replicas work at {record.pace:.0%} of the calibrated speed.")
     if record.is_refuted:
         parts.append("Audits contradict the frontier, so no quality may be lost.")

@@ -283,21 +283,19 @@ class RequestQueue:
         return queued
 
     def _limit_s(self, waiting: _Waiting, late_s: float) -> float | None:
-        """Return the time until which a request waits; None if it waits for as long as it takes.
+        """Return the time until which a request waits; None for as long as it takes.
 
-        Once nothing is left to give, late requests may be so many that one more would wait in vain,
-        even if all replicas that may be ordered were there. Then it is told when it becomes late.
+        Once nothing is left to give, one that would wait in vain behind the late ones, were all
+        replicas there that may be ordered, waits until it is late.
         """
-        longest_s, tier = waiting.request.options.max_queue_s, waiting.request.options.tier
+        request, longest_s = waiting.request, waiting.request.options.max_queue_s
         if longest_s is None:
             return None
+        each_s = max((rule.each_s for rule in self._late_rules()), default=0.0)
+        num_first = LATE_TURN * self._queue.num_late(request.options.tier, self._clock())
+        is_vain = num_first * each_s / self._most_replicas > longest_s and not request.num_moves
         limit_s = waiting.arrived_s + longest_s
-        rules = self._late_rules()
-        if not rules or waiting.request.num_moves:
-            return limit_s
-        num_first = LATE_TURN * self._queue.num_late(tier, self._clock())
-        each_s = max(rule.each_s for rule in rules) / self._most_replicas
-        return min(limit_s, late_s) if num_first * each_s > longest_s else limit_s
+        return min(limit_s, late_s) if is_vain else limit_s
 
     def _late_rules(self) -> list[LateRule]:
         """Return the replicas' rules for late requests if every one has a rule, else nothing."""

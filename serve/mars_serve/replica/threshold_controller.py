@@ -126,8 +126,7 @@ class InnerLoopController(ThresholdController):
         """Look at the engine, choose τ and apply it."""
         status = self._engine.status()
         # the number of replicas counts on the base's speed where τ is set by hand
-        gain = 1.0 if self.published.is_pinned else self.decision.gain
-        self._meter.look(now_s, status, gain)
+        self._meter.look(now_s, status, 1.0 if self.published.is_pinned else self.decision.gain)
         self.pace = self._meter.pace
         self.decision = self._inner_loop.update(self._sample(status, now_s))
         self._apply()
