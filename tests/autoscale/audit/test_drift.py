@@ -78,7 +78,7 @@ def test_lost_answers_are_found_although_as_many_outputs_diverge_as_expected() -
 @pytest.mark.parametrize(("rate", "loss"), [(0.002, 0.076), (0.001, 0.0), (0.0021, 0.078)])
 def test_a_frontier_that_holds_raises_no_alarm(rate: float, loss: float) -> None:
     """The last one holds almost: what is 5% worse than said is no reason to stop."""
-    for seed in range(4):
+    for seed in range(2):
         assert audits_to_alarm(Drift(EXPECTED), outcomes(rate, seed, loss), 5000) is None
 
 

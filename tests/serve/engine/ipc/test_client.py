@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from decoding.engine_requests import make_request
+from decoding.failing_engines import SlowEngine
 from decoding.local_engine_client import LocalEngineClient
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.errors import UserError
@@ -36,14 +36,6 @@ from waiting import soon
 SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 3}))
 
 Loops = Callable[..., LocalEngineClient]
-
-
-class SlowEngine(Engine):
-    """An engine whose long requests do not end within a test unless they are cancelled."""
-
-    def begin_step(self) -> Step | None:
-        time.sleep(0.05)
-        return super().begin_step()
 
 
 class HangingEngine(Engine):
