@@ -200,13 +200,17 @@ class RequestQueue:
         return first
 
     def _must_wait(self, request: Request) -> bool:
-        """Whether a request's key has all credits but those that are kept for other active keys.
+        """Whether a request's key has all credits but those that are kept for other active keys,
+        or enough prompts at each engine.
 
         So their requests find room at once. Without them, or with few credits, none are kept.
         Grammars that may still be compiled, in which time their credits are of use to nobody, never
         have more than that, and those of one key only as many as are kept.
         """
-        free = sum(self._num_free(client) for client in self._engines.usable().values())
+        clients = self._engines.usable().values()
+        free = sum(self._num_free(client) for client in clients)
+        if free and not any(self._may_get_more(client, request.key) for client in clients):
+            return True
         room = free + self._held.total()
         kept = room // _SPARE_SHARE
         if request.options.grammar is not None:
@@ -240,7 +244,11 @@ class RequestQueue:
         """Take a credit of the engine that suits a request best; None if none has one."""
         usable = self._engines.usable()
         self._router.retain(frozenset(usable))
-        free = {name: client for name, client in usable.items() if self._may_get_more(client)}
+        free = {
+            name: client
+            for name, client in usable.items()
+            if self._may_get_more(client, request.key)
+        }
         if not free:
             return None
         name = self._router.choose(request, free)
@@ -250,9 +258,13 @@ class RequestQueue:
         self._held[request.key] += 1
         return lease
 
-    def _may_get_more(self, client: EngineClient) -> bool:
+    def _may_get_more(self, client: EngineClient, key: str) -> bool:
+        """Whether an engine has room for a key's request, which takes turns with the prompts of
+        other keys, and so waits for those of its own key alone.
+        """
         reserved = self._reserved.get(client, [])
-        backlog_tokens = client.backlog_tokens + sum(lease.request.num_prompt for lease in reserved)
+        own = (lease.request.num_prompt for lease in reserved if lease.request.key == key)
+        backlog_tokens = client.backlog[key] + sum(own)
         load = load_of(client.num_requests + len(reserved), backlog_tokens)
         return self._num_free(client) > 0 and has_room(load, self._max_num_seqs)
 

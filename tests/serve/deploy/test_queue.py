@@ -33,6 +33,7 @@ from mars_serve.deploy.queue import _SPARE_SHARE, Lease, RequestQueue
 from mars_serve.engine.ipc.client import DeadlineMissed, QueueFull, QueueTimeout
 from mars_serve.engine.ipc.messages import Condition
 from mars_serve.engine.request import Request
+from mars_serve.engine.settings import EngineSettings
 from mars_serve.observability.request_telemetry import RequestTelemetry
 from waiting import soon
 
@@ -190,6 +191,22 @@ async def test_a_key_that_floods_leaves_room_for_another_that_is_active(start, i
     give_up(backend._queue, lease.result(), wanted)
     unblock(replica)
     await asyncio.gather(*flood)
+    await assert_all_is_back(backend, replica)
+
+
+async def test_the_prompts_of_one_key_leave_room_for_the_requests_of_another(
+    start, ingress
+) -> None:
+    model = MODEL.model_copy(update={"engine": EngineSettings(max_num_seqs=8)})
+    backend = await ingress(replica := start("a", max_num_seqs=8, num_pages=1000), model=model)
+    engine_of(replica).may_step.clear()
+    long = [request(f"long-{index}", key="a", prompt=250) for index in range(8)]
+    flood = [spawn(backend, each) for each in long]
+    await soon(lambda: len(backend._queue) == 2)  # 6 requests of 250 tokens count as 8.9
+    short = spawn(backend, request("short", key="b"))
+    await soon(lambda: "short" in ids_at(replica))
+    unblock(replica)
+    await asyncio.gather(*flood, short)
     await assert_all_is_back(backend, replica)
 
 

@@ -162,8 +162,8 @@ class EngineClient:
         self.on_change: Callable[[], None] | None = None
         """Called when more requests may be sent, as when a prompt was computed, or when the engine
         has ended."""
-        self.backlog_tokens = 0
-        """Prompt tokens of the requests of this connection that have no output yet."""
+        self.backlog = Counter[str]()
+        """Prompt tokens of the requests of this connection that have no output yet, by key."""
         ready, others = self._first_messages()
         self._max_requests = ready.max_requests
         self._live = ready.live
@@ -255,6 +255,11 @@ class EngineClient:
     def num_requests(self) -> int:
         """Requests that came over this connection and have not ended."""
         return len(self._streams)
+
+    @property
+    def backlog_tokens(self) -> int:
+        """Prompt tokens of the requests of this connection that have no output yet."""
+        return self.backlog.total()
 
     def status(self) -> EngineStatus:
         """Return how full the engine was at its last report. Any thread may call this.
@@ -412,7 +417,7 @@ class EngineClient:
                 self._status_s = now_s
         self._send(request)
         self.credit.num_sent += 1
-        self.backlog_tokens += request.num_prompt
+        self.backlog[request.key] += request.num_prompt
         stream = self._streams[request.id] = _Stream(request, time.monotonic())
         if request.options.grammar is not None:
             self._compiling[request.id] = request.key
@@ -504,7 +509,10 @@ class EngineClient:
     def _note_output(self, stream: _Stream) -> None:
         if not stream.has_output:
             stream.has_output = True
-            self.backlog_tokens -= stream.request.num_prompt
+            key = stream.request.key
+            self.backlog[key] -= stream.request.num_prompt
+            if not self.backlog[key]:
+                del self.backlog[key]
             if self.on_change is not None:
                 self.on_change()
 
