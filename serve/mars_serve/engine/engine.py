@@ -39,6 +39,7 @@ from mars_serve.engine.execution.warm_up import (
 )
 from mars_serve.engine.outputs import EngineCounts, StepOutput
 from mars_serve.engine.pages import PagePool
+from mars_serve.engine.prompt_room import PromptRoom
 from mars_serve.engine.request import Request
 from mars_serve.engine.sampling.grammar import GrammarCompiler, PutOff
 from mars_serve.engine.scheduled_row import Masks, ScheduledRow
@@ -191,8 +192,11 @@ class Engine:
         return times
 
     def adapt_windows(self, times: StepTimes) -> None:
-        """From now on, choose masks by these times, if the settings and the model allow that."""
+        """From now on, bound what prompts add to steps by these times, and choose masks by them, if
+        the settings and the model allow that.
+        """
         self._audit_room.times = times
+        self._scheduler.prompt_room = PromptRoom(times, self.settings.max_num_seqs)
         if self._drafting.max_drafts and self.settings.adaptive_windows:
             clock = clock_of(self.device.type)  # that of the table, so that both compare
             self._chooser = WindowChooser(times, self.window, clock=clock)
@@ -366,9 +370,10 @@ class Engine:
         running = [request for request in self._scheduler.running if not request.is_audit]
         others = [request for request in running if request not in free]
         prompts = sum(max(0, request.num_uncached - self.window - 1) for request in running)
-        masks = self._chooser.choose(
-            requests + others, other_positions=min(prompts, self.settings.max_num_batched_tokens)
-        )
+        room = self._scheduler.prompt_room
+        most = room.most if room is not None else None
+        most = most or self.settings.max_num_batched_tokens
+        masks = self._chooser.choose(requests + others, other_positions=min(prompts, most))
         return masks[: len(requests)]
 
     # Committing
@@ -383,7 +388,9 @@ class Engine:
             if isinstance(result, Exception):
                 yield self._fail(row.request, result)
             elif row.reads_logits or result.prompt_logprobs:
-                yield self._commit_row(row, result)
+                output = self._commit_row(row, result)
+                if output.tokens or output.prompt_logprobs or output.finish_reason:  # not put off
+                    yield output
             else:
                 self._scheduler.commit_cached(row)
 

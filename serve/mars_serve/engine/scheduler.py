@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from heapq import heapify, heappop, heappush
 from itertools import groupby
 
 from mars_serve.engine.pages import PagePool, page_key, root_key
+from mars_serve.engine.prompt_room import PromptRoom
 from mars_serve.engine.request import MAX_AUDIT_DRAFTS, Request
 from mars_serve.engine.scheduled_row import Masks, ScheduledRow
 
@@ -67,6 +68,8 @@ class Scheduler:
         """Tokens found in the prefix cache, at admissions and between chunks of prompts."""
         self.audit_positions = max_num_batched_tokens
         """Most positions of an audit in a step; at 0 audits keep their pages and wait."""
+        self.prompt_room: PromptRoom | None = None
+        """Bounds the prompts of a step for which others wait; None if nothing does."""
         self._num_arrived = 0
         self._num_computed: dict[str, int] = {}
         """Prompt tokens computed for each key that has prompts to compute, see `_by_turns`."""
@@ -78,6 +81,8 @@ class Scheduler:
         request.arrival = self._num_arrived
         self._num_arrived += 1
         insort(self.waiting, request, key=_order)
+        if self.prompt_room is not None and not request.is_audit:
+            self.prompt_room.note(request)
 
     def finish(self, request: Request) -> None:
         """Remove a running or waiting request and release its pages."""
@@ -273,8 +278,9 @@ class Scheduler:
     ) -> dict[Request, ScheduledRow]:
         """Divide the step's positions: decoding requests first, in order, then prompts by turns.
 
-        So a long prompt never delays decoding requests. If the first request in order is still in
-        its prompt, one position is reserved for it.
+        So a long prompt never keeps decoding requests out of a step, and `PromptRoom` bounds by how
+        much it lengthens the step. If the first request in order is still in its prompt, one
+        position is reserved for it.
 
         A prompt whose next page an earlier prompt computes in this step is passed over, and takes
         that page from the prefix cache in a later step. So requests that arrive together compute a
@@ -297,18 +303,29 @@ class Scheduler:
             if row := plan_row(request, budget):
                 plan[request] = row
                 budget -= row.num_positions
+        room = self._begun_room(plan.values(), prompts)
         computed = set[bytes]()
         for request in self._by_turns(prompts):
-            if request is members[0]:
-                budget += num_reserved
-            elif self._next_key(request) in computed:
+            least = num_reserved if request is members[0] else 0
+            budget += least
+            if not least and self._next_key(request) in computed:
                 continue
-            if row := plan_row(request, budget):
+            most = room.positions(request, budget) if room else budget
+            if row := plan_row(request, max(most, least)):
                 plan[request] = row
                 budget -= row.num_positions
                 self._num_computed[request.key] += row.num_tokens
                 computed.update(self._computed_keys(row))
+                if room:
+                    room.take(row)
         return plan
+
+    def _begun_room(
+        self, decoding: Collection[ScheduledRow], prompts: list[Request]
+    ) -> PromptRoom | None:
+        """Return the room of the step's prompts; None if nothing bounds them."""
+        room = self.prompt_room
+        return room if room and prompts and room.begin(decoding, prompts) else None
 
     def _by_turns(self, prompts: list[Request]) -> Iterator[Request]:
         """Yield prompts by tier, then those of the key for which least was computed, in order.

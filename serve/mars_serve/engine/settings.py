@@ -34,7 +34,8 @@ class EngineSettings(Settings):
     max_num_seqs: int = Field(default=32, ge=1)
     """Most requests that run at once."""
     max_num_batched_tokens: int = Field(default=1024, ge=65)
-    """Most positions of a step: prompt chunks, uncached tokens, drafts and masks together."""
+    """Most positions of a step: prompt chunks, uncached tokens, drafts and masks together. Prompts
+    get fewer where that many take long and others wait."""
     max_requests: int = Field(default=1024, ge=1)
     """Most requests that run and wait at once; further ones are refused."""
     enable_prefix_caching: bool = True

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from decoding.engine_requests import make_request, requested_masks
 from decoding.scheduler_steps import Steps, ids, make_scheduler, request_of
+from mars_autoscale.model.step_times import StepTimes
 from mars_platform.method.mode import Mode
 from mars_platform.tier import Tier
 from mars_serve.engine.decoding_options import Outcomes
+from mars_serve.engine.prompt_room import PromptRoom
 from mars_serve.engine.request import Request
 from mars_serve.engine.scheduled_row import Masks, ScheduledRow
 from mars_serve.engine.scheduler import Scheduler
@@ -52,6 +54,8 @@ class Sizes:
     window: int
     spare_positions: int
     enable_prefix_caching: bool
+    position_s: float | None
+    """Seconds of a position if prompts are bounded by time, which is 20 ms or more a step."""
 
 
 _SIZES = st.builds(
@@ -62,6 +66,7 @@ _SIZES = st.builds(
     window=st.integers(0, 4),
     spare_positions=st.integers(1, 30),
     enable_prefix_caching=st.sampled_from([True, True, True, False]),
+    position_s=st.sampled_from([None, 0.002, 0.007, 1.0]),
 )
 
 
@@ -78,6 +83,9 @@ def test_every_step_keeps_the_rules(sizes: Sizes, count: int, source: random.Ran
         window=sizes.window,
         enable_prefix_caching=sizes.enable_prefix_caching,
     )
+    if sizes.position_s is not None:
+        times = StepTimes((1, 101), (0,), ((0.001,), (0.001 + 100 * sizes.position_s,)))
+        scheduler.prompt_room = PromptRoom(times, num_rows=1)
     steps = Steps(scheduler, source)
     for _ in range(5000):
         while coming and source.random() < 0.5:
