@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter, defaultdict
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from decoding.grammar_specs import regex
 from decoding.tiny_models import build_model
 from mars_autoscale.model.step_times import StepTimes
 from mars_platform.checkpoint.directory import Checkpoint, SpecialTokens
@@ -411,3 +413,25 @@ def _compare_logprobs(found: list[TokenLogprob], expected: list[TokenLogprob]) -
 
 def _one_by_one(passes: list[list[int]]) -> list[list[int]]:
     return [[token] for tokens in passes for token in tokens]
+
+
+@pytest.mark.parametrize("is_scored", [False, True])
+def test_a_step_whose_tokens_are_put_off_reports_only_what_it_scored(*, is_scored: bool) -> None:
+    """The grammar's own parser is not ready when the first step's token is committed."""
+    engine = _engine(**SIZES[1])
+    scored = 0 if is_scored else None
+    options = DecodingOptions(3, Mode.AR, grammar=regex("[a-j]{9}"), num_prompt_logprobs=scored)
+    request = Request("r", [8, 9, 10], options)
+    engine.add(request)
+    step = engine.begin_step()
+    assert request.matcher is not None
+    own = request.matcher._own = Future()
+    outputs = engine.finish_step(step)
+    assert [(each.tokens, len(each.prompt_logprobs)) for each in outputs] == [([], 2)] * is_scored
+    assert engine.step() == []
+    own.set_result(request.matcher._parser)
+    while engine.has_work:
+        outputs += engine.step()
+    assert sum(len(each.tokens) for each in outputs) == 3
+    assert sum(len(each.prompt_logprobs) for each in outputs) == 2 * is_scored
+    assert [each.queue_s > 0 for each in outputs] == [True] + [False] * (len(outputs) - 1)
