@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from mars_autoscale.audit.counts import AuditTally, of_all_groups
-from mars_serve.observability.metric_families import LABELS, MetricDefinition
+from mars_serve.observability.metric_families import MetricDefinition
 
 AUDIT_COUNTERS = {
     "num_outputs": MetricDefinition(
@@ -36,7 +36,6 @@ AUDIT_COUNTERS = {
     ),
 }
 """Counters by the field of `AuditCounts` that holds the count."""
-_MORE_LABELS = ("tier", "confidence_threshold", "sampling")
 
 
 def audit_families(tally: AuditTally, labels: tuple[str, str]) -> Iterator[Metric]:
@@ -44,12 +43,16 @@ def audit_families(tally: AuditTally, labels: tuple[str, str]) -> Iterator[Metri
     if not tally:
         return
     for field, definition in AUDIT_COUNTERS.items():
-        family = CounterMetricFamily(
-            definition.name, definition.help, labels=(*LABELS, *_MORE_LABELS)
-        )
-        for key, counts in of_all_groups(tally).items():
-            kind = "plain" if key.is_plain else "other"
-            family.add_metric(
-                (*labels, key.tier.value, f"{key.threshold:g}", kind), getattr(counts, field)
+        samples = [
+            (
+                (
+                    *labels,
+                    key.tier.value,
+                    f"{key.threshold:g}",
+                    "plain" if key.is_plain else "other",
+                ),
+                getattr(counts, field),
             )
-        yield family
+            for key, counts in of_all_groups(tally).items()
+        ]
+        yield definition.counter(samples, "tier", "confidence_threshold", "sampling")

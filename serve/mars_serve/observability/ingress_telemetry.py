@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from mars_autoscale.policy.reports import IngressReport
 from mars_platform.tier import Tier
-from mars_serve.observability.metric_families import LABELS, MetricDefinition
+from mars_serve.observability.metric_families import MetricDefinition, Samples
 
 _REQUESTS = MetricDefinition(
     "marsray_requests_total",
@@ -43,9 +43,9 @@ class IngressTelemetry(Collector):
     def __init__(self, models: Collection[str], replica: str = "ingress") -> None:
         self.models = frozenset(models)
         self._replica = replica
-        self._requests = Counter[tuple[str, str]]()
-        self._rejections = Counter[tuple[str, str, str]]()
-        self._moves = Counter[str]()
+        self._requests = Counter[tuple[str, ...]]()
+        self._rejections = Counter[tuple[str, ...]]()
+        self._moves = Counter[tuple[str, ...]]()
         self._queues: Mapping[str, Callable[[], Mapping[Tier, int]]] = {}
 
     def count(self, model: str | None, outcome: str) -> None:
@@ -58,7 +58,7 @@ class IngressTelemetry(Collector):
 
     def count_moves(self, model: str | None, num: int) -> None:
         """Count how often the outputs of a request were sent to another replica."""
-        self._moves[self._known(model)] += num
+        self._moves[(self._known(model),)] += num
 
     def watch_queues(self, queues: Mapping[str, Callable[[], Mapping[Tier, int]]]) -> None:
         """Report what waits in some models' queues by tier, too; any thread may ask them."""
@@ -77,25 +77,21 @@ class IngressTelemetry(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metric families."""
-        requests = CounterMetricFamily(_REQUESTS.name, _REQUESTS.help, labels=(*LABELS, "outcome"))
-        for (model, outcome), count in list(self._requests.items()):
-            requests.add_metric((model, self._replica, outcome), count)
-        yield requests
-        rejections = CounterMetricFamily(
-            _REJECTIONS.name, _REJECTIONS.help, labels=(*LABELS, "status", "code")
-        )
-        for (model, status, code), count in list(self._rejections.items()):
-            rejections.add_metric((model, self._replica, status, code), count)
-        yield rejections
-        moves = CounterMetricFamily(_MOVES.name, _MOVES.help, labels=LABELS)
-        for model, count in list(self._moves.items()):
-            moves.add_metric((model, self._replica), count)
-        yield moves
-        queued = GaugeMetricFamily(_QUEUED.name, _QUEUED.help, labels=(*LABELS, "tier"))
-        for model, waiting in self._queues.items():
-            for tier, count in waiting().items():
-                queued.add_metric((model, self._replica, tier.value), count)
-        yield queued
+        yield _REQUESTS.counter(self._samples(self._requests), "outcome")
+        yield _REJECTIONS.counter(self._samples(self._rejections), "status", "code")
+        yield _MOVES.counter(self._samples(self._moves))
+        waiting: dict[tuple[str, ...], int] = {
+            (model, tier.value): count
+            for model, by_tier in self._queues.items()
+            for tier, count in by_tier().items()
+        }
+        yield _QUEUED.gauge(self._samples(waiting), "tier")
+
+    def _samples(self, counts: Mapping[tuple[str, ...], int]) -> Samples:
+        return [
+            ((model, self._replica, *labels), count)
+            for (model, *labels), count in list(counts.items())
+        ]
 
     def _known(self, model: str | None) -> str:
         return model if model in self.models else ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -21,6 +22,8 @@ from prometheus_client.core import (
 
 LABELS = ("model", "replica")
 """Labels of every metric."""
+Samples = Iterable[tuple[Sequence[str], float]]
+"""Pairs of labels and value."""
 
 
 @dataclass(frozen=True)
@@ -30,16 +33,18 @@ class MetricDefinition:
     name: str
     help: str
 
-    def gauge(self, labels: tuple[str, str], value: float) -> Metric:
-        """Return a gauge with one value."""
-        family = GaugeMetricFamily(self.name, self.help, labels=LABELS)
-        family.add_metric(labels, value)
-        return family
+    def gauge(self, samples: Samples, *more_labels: str) -> Metric:
+        """Return a gauge with these values, whose labels are `LABELS` and some more."""
+        return self._filled(GaugeMetricFamily, samples, more_labels)
 
-    def counter(self, labels: tuple[str, str], count: int) -> Metric:
-        """Return a counter with one count."""
-        family = CounterMetricFamily(self.name, self.help, labels=LABELS)
-        family.add_metric(labels, count)
+    def counter(self, samples: Samples, *more_labels: str) -> Metric:
+        """Return a counter with these counts, whose labels are `LABELS` and some more."""
+        return self._filled(CounterMetricFamily, samples, more_labels)
+
+    def _filled(self, kind: type[Any], samples: Samples, more_labels: Sequence[str]) -> Metric:
+        family: Metric = kind(self.name, self.help, labels=(*LABELS, *more_labels))
+        for labels, value in samples:
+            family.add_metric(labels, value)  # type: ignore[attr-defined]
         return family
 
 

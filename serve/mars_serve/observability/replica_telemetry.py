@@ -124,9 +124,9 @@ class ReplicaTelemetry(Collector):
         except EngineDied:
             return
         for definition, value in self._gauges(status):
-            yield definition.gauge(self._labels, value)
+            yield definition.gauge([(self._labels, value)])
         for field, definition in _COUNTERS.items():
-            yield definition.counter(self._labels, getattr(status, field))
+            yield definition.counter([(self._labels, getattr(status, field))])
 
     def _gauges(self, status: EngineStatus) -> list[tuple[MetricDefinition, float]]:
         live = self._engine.live

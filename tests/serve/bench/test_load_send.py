@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from mars_serve.bench.load.plan import LoadPlan
-from mars_serve.bench.load.send import Replayed, replay
+from mars_serve.bench.load.send import Replay, Replayed
 from rest.sent_requests import planned
 
 
@@ -16,7 +16,7 @@ async def replay_one(answer: Callable[[httpx.Request], httpx.Response]) -> Repla
     transport = httpx.MockTransport(answer)
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
         plan = LoadPlan("m", [planned()], [5, 6], 0)
-        return await replay(client, plan, timeout_s=10, on_progress=lambda *_: None)
+        return await Replay(client, plan, 10, lambda *_: None).run()
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from mars_serve.bench.load.plan import (
     question_requests,
     read_questions,
 )
-from mars_serve.bench.load.send import Replayed, replay
+from mars_serve.bench.load.send import Replay, Replayed
 from mars_serve.bench.load.target import (
     allow_connections,
     checked_url,
@@ -72,8 +72,8 @@ def run_load(options: LoadOptions, on_progress: Callable[[int, int, str], None])
         async with open_client(url, key_in(options.key_env)) as client:
             plan = await _plan(options, client, trace, questions)
             losses = await losses_of(client, options.model)
-            timeout_s = options.timeout_s
-            return await replay(client, plan, timeout_s=timeout_s, on_progress=on_progress), losses
+            replay = Replay(client, plan, options.timeout_s, on_progress)
+            return await replay.run(), losses
 
     replayed, losses = asyncio.run(run())
     figures = figures_of(replayed, options.objective_ttft_s, losses)

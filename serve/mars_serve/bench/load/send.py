@@ -130,36 +130,18 @@ class Replayed:
         return sum(each.end_s is not None for each in self.sent)
 
 
-async def replay(
-    client: httpx.AsyncClient,
-    plan: LoadPlan,
-    *,
-    timeout_s: float,
-    on_progress: Callable[[int, int, str], None],
-) -> Replayed:
-    """Send all requests and wait for their ends; a cancellation ends the test early.
-
-    Args:
-        client: client of the server, without a limit of connections.
-        plan: the requests to send.
-        timeout_s: seconds after which a request counts as failed.
-        on_progress: called each second with the number of ended requests, the number of all
-            requests, and a text about how many were sent.
-
-    Returns:
-        What was sent until the end or the cancellation.
-    """
-    return await _Replay(client, plan, timeout_s, on_progress).run()
-
-
 @dataclass
-class _Replay:
+class Replay:
     """A running load test; its clock starts when the object is made."""
 
     client: httpx.AsyncClient
+    """Client of the server, without a limit of connections."""
     plan: LoadPlan
     timeout_s: float
+    """Seconds after which a request counts as failed."""
     on_progress: Callable[[int, int, str], None]
+    """Called each second with the number of ended requests, the number of all requests, and a text
+    about how many were sent."""
 
     def __post_init__(self) -> None:
         self._clock = asyncio.get_running_loop().time
@@ -167,6 +149,7 @@ class _Replay:
         self._result = Replayed(self.plan)
 
     async def run(self) -> Replayed:
+        """Send all requests and wait for their ends; a cancellation ends the test early."""
         async with asyncio.TaskGroup() as watching:
             watchers = [watching.create_task(self._show()), watching.create_task(self._watch())]
             try:

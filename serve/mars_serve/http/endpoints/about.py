@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request
@@ -11,7 +12,7 @@ from fastapi.responses import JSONResponse
 
 from mars_autoscale.model.capacity import Capacity
 from mars_autoscale.model.frontier import Frontier, read_frontier
-from mars_autoscale.model.frontier_points import FrontierPoint, Interval
+from mars_autoscale.model.frontier_points import FrontierPoint
 from mars_autoscale.policy.settings import InnerSettings
 from mars_platform.checkpoint.examples import read_card, read_examples
 from mars_platform.checkpoint.manifest import refuse_links_out
@@ -23,6 +24,7 @@ from mars_serve.api.schema import Shape, errors_described
 from mars_serve.api.tools.formats import find_format
 from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import LimitSettings
+from mars_serve.http.endpoints.audit import MeasuredRate
 from mars_serve.http.endpoints.information import find_model
 from mars_serve.http.recent import Recent
 
@@ -33,14 +35,6 @@ _MAX_AGE_S = 10.0
 _Result = TypeVar("_Result")
 
 
-class LossInterval(Shape):
-    """Points of quality lost, with the ends of the 95% interval."""
-
-    value: float
-    low: float
-    high: float
-
-
 class FrontierRung(Shape):
     """Measured quality and expected speed of one way to decode."""
 
@@ -49,8 +43,8 @@ class FrontierRung(Shape):
     """τ; 1 in modes ar and exact."""
     quality: float
     """Quality by the frontier's measure, in points of 100."""
-    loss: LossInterval | None
-    """Points lost against mode ar, paired by item; null for mode ar itself."""
+    loss: MeasuredRate | None
+    """Points of quality lost against mode ar, paired by item; null for mode ar itself."""
     tokens_per_forward: float
     """Tokens of a forward pass with all masks."""
     tokens_per_s: list[float]
@@ -133,7 +127,9 @@ class AboutModel(Shape):
 def about_router(models: Mapping[str, ServedModel], limits: LimitSettings) -> APIRouter:
     """Return the router of the endpoint that tells about a model."""
     router = APIRouter()
-    recent = {name: _recent_files(model) for name, model in models.items()}
+    recent = {
+        name: Recent(partial(asyncio.to_thread, _files, model)) for name, model in models.items()
+    }
 
     @router.get("/v1/about", responses={200: {"model": AboutModel}, **errors_described()})
     async def about(model: str, request: Request) -> JSONResponse:
@@ -174,10 +170,6 @@ def _key(caller: Caller) -> dict[str, Any]:
         "min_confidence_threshold": caller.min_threshold,
         "admin": caller.is_admin,
     }
-
-
-def _recent_files(model: ServedModel) -> Recent[dict[str, Any]]:
-    return Recent(lambda: asyncio.to_thread(_files, model))
 
 
 def _files(model: ServedModel) -> dict[str, Any]:
@@ -251,13 +243,9 @@ def _rung(point: FrontierPoint, capacity: Capacity, batches: list[int]) -> dict[
         "mode": point.mode,
         "confidence_threshold": point.threshold,
         "quality": point.quality,
-        "loss": _interval(point.loss),
+        "loss": point.loss and point.loss.model_dump(),
         "tokens_per_forward": point.tokens_per_forward,
         "tokens_per_s": [capacity.tokens_per_s(rung, batch) for batch in batches],
         "gain": [capacity.gain(rung, batch) for batch in batches],
         "break_even_batch": capacity.break_even_batch(rung),
     }
-
-
-def _interval(loss: Interval | None) -> dict[str, float] | None:
-    return None if loss is None else {"value": loss.value, "low": loss.low, "high": loss.high}
