@@ -26,9 +26,7 @@ LIMITS, PROXY, TIERS = LimitSettings(), ProxySettings(), TierSettings()
 GRAMMARS, STEPS, KIB = grammar_trial.GrammarLimits(), GrammarBudget(), 2**10
 NUMBERS = {
     "SECURITY.md": [
-        f"bodies of {bounds.BODY_BYTES_PER_TOKEN} bytes for each token of the longest context",
-        f"{bounds.LEAST_BODY // KIB**2} to {bounds.MOST_BODY // KIB**2} MiB, JSON of ",
-        f"JSON of {bodies._MAX_DEPTH} levels",
+        f"bodies of {LIMITS.body_bytes // KIB**2} MiB, JSON of {bodies._MAX_DEPTH} levels",
         f"{LIMITS.choices} outputs a request, {LIMITS.stop_strings} stop strings",
         f"{LIMITS.stop_characters} characters, {protocol._MAX_ALLOWED:,} allowed tokens",
         f"{EngineSettings().max_requests:,} requests in an engine",

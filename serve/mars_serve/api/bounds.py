@@ -24,9 +24,6 @@ from mars_serve.config.settings import LimitSettings
 BYTES_PER_TOKEN = 16
 """Most bytes of text for each token that fits. Ordinary text has three to five; only long runs of
 one character have more."""
-BODY_BYTES_PER_TOKEN, LEAST_BODY, MOST_BODY = 64, 2**21, 2**23
-"""Bytes of the largest body by default, for each token of the context, and their bounds. The event
-loop reads a body's JSON in one piece, 4 ms a MiB; a list of prompts may fill several contexts."""
 MAX_COPIED_TOKENS = 2**20
 """Most prompt tokens of a request, counted once for each output: each goes to the model."""
 
@@ -129,12 +126,6 @@ def json_length(value: Any) -> int:
 def most_tokens(model: ServedModel, limits: LimitSettings) -> int:
     """Return the most tokens that a prompt may have."""
     return min(model.max_length, limits.prompt_tokens or model.max_length)
-
-
-def most_bytes(models: Iterable[ServedModel], limits: LimitSettings) -> int:
-    """Return the most bytes that a request's body may have."""
-    longest = max((most_tokens(model, limits) for model in models), default=0)
-    return limits.body_bytes or min(max(longest * BODY_BYTES_PER_TOKEN, LEAST_BODY), MOST_BODY)
 
 
 def check_length(where: str, num_bytes: int, model: ServedModel, limits: LimitSettings) -> None:

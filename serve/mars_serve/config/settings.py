@@ -172,9 +172,8 @@ class ModelSettings(Settings):
 class LimitSettings(Settings):
     """Limits on a single request; a request beyond them is refused before it reaches a model."""
 
-    body_bytes: int | None = Field(default=None, ge=1024)
-    """Largest request body, in bytes; by default 64 for each token of the longest context of a
-    model, but at least 2 MiB and at most 8 MiB."""
+    body_bytes: int = Field(default=8 * 2**20, ge=1024)
+    """Largest request body, in bytes."""
     body_values: int = Field(default=150_000, ge=1000)
     """Largest number of names and values in the JSON of a large request body; of a prompt's token
     ids each counts as one."""

@@ -8,7 +8,6 @@ from random import Random
 from fastapi import FastAPI
 
 from mars_platform import __version__
-from mars_serve.api.bounds import most_bytes
 from mars_serve.api.limits import Places
 from mars_serve.api.text_threads import TextThreads
 from mars_serve.config.served import ServedModel
@@ -48,9 +47,8 @@ def create_app(
     )
     add_error_handlers(app, Random().random)
     places = _places(models, settings)
-    most = most_bytes(models.values(), settings.limits)
-    threads = TextThreads(_LARGE_BODIES * most)
-    add_security(app, settings, places, threads, most)
+    threads = TextThreads(_LARGE_BODIES * settings.limits.body_bytes)
+    add_security(app, settings, places, threads)
     tracer = None
     if settings.telemetry.tracing:
         from mars_serve.http.middleware.tracing import tracer_from_environment

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter, ValidationError
-from transformers import Qwen2Config
 
-from mars_platform.checkpoint.directory import read_checkpoint
 from mars_serve.api import bounds
-from mars_serve.api.bounds import json_size_of, most_bytes, most_depth
+from mars_serve.api.bounds import json_size_of, most_depth
 from mars_serve.api.errors import ApiError, shown
 from mars_serve.api.protocol import (
     ChatCompletionRequest,
@@ -23,8 +20,6 @@ from mars_serve.api.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from mars_serve.config.served import ServedModel
-from mars_serve.config.settings import LimitSettings, ModelSettings
 from rest.rest_requests import COMPLETION, CONVERSATION
 
 STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
@@ -48,30 +43,6 @@ def test_the_size_of_json_is_exact_however_it_is_divided(value, step, is_escaped
         found = json_size_of(text)
     assert found.depth == depth <= most_depth(text)
     assert found.num_values == sum(outside.count(code) for code in b",:[{")
-
-
-@pytest.mark.parametrize(
-    ("lengths", "limits", "most"),
-    [
-        ([100], {}, 2**21),
-        ([100, 2**16], {}, 2**22),
-        ([10**6], {}, 2**23),
-        ([10**6], {"prompt_tokens": 2**16}, 2**22),
-        ([100], {"body_bytes": 2**25}, 2**25),
-    ],
-)
-def test_the_largest_body_follows_the_longest_context(lengths, limits, most, plain_dir):
-    checkpoint = read_checkpoint(plain_dir)
-    models = [
-        ServedModel(
-            ModelSettings(name="m", path="m", engine={"num_pages": 2**20}),
-            replace(checkpoint, config=Qwen2Config(max_position_embeddings=length)),
-            None,
-            0,
-        )
-        for length in lengths
-    ]
-    assert most_bytes(models, LimitSettings(**limits)) == most
 
 
 def test_numbers_with_too_many_digits_are_found_outside_strings_only():

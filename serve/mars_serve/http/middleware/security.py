@@ -20,15 +20,9 @@ from mars_serve.http.middleware.headers import HeaderMiddleware, OwnMachineMiddl
 
 
 def add_security(
-    app: FastAPI,
-    settings: ServeSettings,
-    places: Mapping[str, Places],
-    threads: TextThreads,
-    max_bytes: int,
+    app: FastAPI, settings: ServeSettings, places: Mapping[str, Places], threads: TextThreads
 ) -> None:
     """Guard an application's endpoints with keys and limits, and report errors of both.
-
-    ``max_bytes`` are those of the largest body.
 
     Raises:
         UserError: the keys cannot be read, or are required and missing.
@@ -45,7 +39,7 @@ def add_security(
     app.add_middleware(
         BodyMiddleware,
         threads=threads,
-        max_bytes=max_bytes,
+        max_bytes=bodies.body_bytes,
         max_values=bodies.body_values,
         wait_s=bodies.body_wait_s,
     )

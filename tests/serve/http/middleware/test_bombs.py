@@ -63,7 +63,7 @@ def beyond(length: int, **fields: Any) -> dict[str, Any]:
 
 
 TOO_MANY = {
-    "parts": {"messages": [{"role": "user", "content": [PART] * 1000}] * 40},
+    "parts": {"messages": [{"role": "user", "content": [PART] * 1000}] * 100},
     "names": {"metadata": {f"{index:06}": 0 for index in range(80_000)}},
     "numbers": {"metadata": [0] * 160_000},
     "lists": {"metadata": [[]] * 80_000},
