@@ -23,6 +23,8 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from mars_platform.cli.report import say
+
 _LINE_INTERVAL_S = 10.0
 _PATIENCE_S = 2.0
 """Seconds after which the first line is printed off a terminal."""
@@ -104,12 +106,7 @@ class ProgressDisplay:
         due = now_s - last_s >= _LINE_INTERVAL_S or done == total
         if due and done != last_done:
             self._last_line[title] = (now_s, done)
-            self._console.print(
-                f"{title}: {done:,}/{total:,} {detail}".rstrip(),
-                highlight=False,
-                markup=False,
-                soft_wrap=True,
-            )
+            say(self._console, f"{title}: {done:,}/{total:,} {detail}".rstrip())
 
 
 @contextmanager
@@ -149,14 +146,10 @@ def working(title: str, console: Console | None = None) -> Iterator[None]:
             bar.add_task(title, total=None)
             yield
         return
-    timer = threading.Timer(_PATIENCE_S, _tell, [console, title])
+    timer = threading.Timer(_PATIENCE_S, say, [console, f"{title} ..."])
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
-
-
-def _tell(console: Console, title: str) -> None:
-    console.print(f"{title} ...", highlight=False, markup=False, soft_wrap=True)

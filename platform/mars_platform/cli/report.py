@@ -107,6 +107,11 @@ def interval(estimate: Estimate | None, spec: str, *, scale: float = 1.0, unit: 
     return f"{value}{unit} [{low}, {high}]" if math.isfinite(estimate.low) else f"{value}{unit}"
 
 
+def say(console: Console, text: str, style: str = "") -> None:
+    """Print a text exactly as it is, in lines that are not broken, so that they can be copied."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
 def print_notes(console: Console, notes: Iterable[str], style: str = "dim") -> None:
     """Print notes below a table, one paragraph each, exactly as they are."""
     for note in notes:

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from mars_platform.checkpoint.examples import write_examples
 from mars_platform.cli.progress import progress_display
-from mars_platform.cli.report import check_output_files, write_json, writing
+from mars_platform.cli.report import check_output_files, say, write_json, writing
 from mars_platform.cli.shading import print_shaded
 from mars_platform.cluster.processes import free_port
 from mars_platform.cluster.ray_private import worker_start_variables
@@ -162,7 +162,7 @@ def _show(demo: _Demo, server: DemoServer, items: list[Item]) -> None:
     _print_next(demo, server, items[0])
     seconds = {**demo.seconds, "total": round(time.monotonic() - demo.started, 1)}
     spent = ", ".join(f"{name} {value:.0f} s" for name, value in seconds.items())
-    console.print(f"time: {spent}", highlight=False)
+    say(console, f"time: {spent}")
     if demo.options.json_file is not None:
         write_json(demo.options.json_file, figures(results, seconds), indent=2)
 
@@ -200,7 +200,7 @@ def _print_next(demo: _Demo, server: DemoServer, item: Item) -> None:
     """Print what to type next."""
     keep = demo.options.keep
     if keep is not None:
-        demo.console.print(f"kept: {keep}/model, {keep}/data/eval.jsonl", highlight=False)
+        say(demo.console, f"kept: {keep}/model, {keep}/data/eval.jsonl")
     if demo.options.serve:
         body = {"model": MARS_MODEL, "messages": [{"role": "user", "content": item.question}]}
         text = (
@@ -214,7 +214,7 @@ def _print_next(demo: _Demo, server: DemoServer, item: Item) -> None:
         text = f"Next, type: marsray serve --model mine={keep}/model"
     else:
         text = "Next, type: marsray demo --serve (it keeps the server up, for questions of yours)"
-    demo.console.print(text, highlight=False, markup=False, soft_wrap=True)
+    say(demo.console, text)
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def promote(
     from rich.console import Console
 
     from mars_platform.cli.progress import working
-    from mars_platform.cli.report import Column, interval, jsonable, table_of
+    from mars_platform.cli.report import Column, interval, jsonable, say, table_of
     from mars_serve.measure.promote import promote as put_in_service
 
     before = service.resolve() if service.is_symlink() else None
@@ -81,6 +81,6 @@ def promote(
             "allowed is refused, and with it at most 5% of candidates that are as good.",
             highlight=False,
         )
-    console.print(f"{service} is now {service.resolve()}", highlight=False, soft_wrap=True)
+    say(console, f"{service} is now {service.resolve()}")
     if before is not None:
-        console.print(f"before, it was {before}", highlight=False, soft_wrap=True)
+        say(console, f"before, it was {before}")

@@ -13,6 +13,7 @@ from types import FrameType
 from rich.console import Console
 
 from mars_platform.checkpoint.metadata import read_metadata_of
+from mars_platform.cli.report import say
 from mars_platform.cluster.ray_private import local_cluster_has_failed
 from mars_platform.cluster.scheduling import children_wait_for_cores
 from mars_platform.cluster.session import ray_session
@@ -41,7 +42,7 @@ def run_server(settings: ServeSettings, console: Console) -> None:
                     "cluster: Ray's own processes have ended; /tmp/ray/session_latest/logs may say "
                     "why; start the server again"
                 )
-        console.print("shutting down", highlight=False)
+        say(console, "shutting down")
 
 
 @contextmanager
@@ -82,10 +83,10 @@ def _look_over_models(settings: ServeSettings, console: Console) -> None:
 
             check_fit(read_model(path, model.adapter))  # importing it takes seconds
         elif metadata is None:
-            console.print(
+            say(
+                console,
                 f"model {model.name}: {path} has no mars.json, so it is served as plain AR; "
                 "threshold mode is refused",
-                highlight=False,
             )
 
 

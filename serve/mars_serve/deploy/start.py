@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future
+from functools import partial
 from threading import Thread
 
 from ray import serve
@@ -11,6 +12,7 @@ from ray.exceptions import RayError
 from rich.console import Console
 
 from mars_platform.cli.progress import working
+from mars_platform.cli.report import say
 from mars_platform.cluster.processes import attempt
 from mars_platform.cluster.ray_private import poll_serve_often
 from mars_platform.cluster.session import quieten_ray
@@ -48,7 +50,7 @@ def deploy(settings: ServeSettings, console: Console, stages: Stages) -> None:
             raise UserError(f"models: they did not start ({one_line(error)})") from error
     proxies.result()
     stages.end("models")
-    console.print(_start_line(settings, stages), highlight=False, soft_wrap=True)
+    say(console, _start_line(settings, stages))
 
 
 def _start_line(settings: ServeSettings, stages: Stages) -> str:
@@ -114,7 +116,7 @@ def _start_proxies(settings: ServeSettings, console: Console) -> None:
         start,
         name="Ray Serve's proxy",
         remedy="end other programs on this machine, or look into the logs of Ray Serve",
-        tell=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True),
+        tell=partial(say, console),
         errors=(RayError, TimeoutError),
     )
 

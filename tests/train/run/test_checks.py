@@ -96,6 +96,7 @@ def test_a_missing_model_is_refused(content, tmp_path):
 
 
 def test_a_finished_run_succeeds_again_at_once_and_stays_as_it_is(content, model, tmp_path):
+    content["output"] = str(tmp_path / "run [/b]")  # which is no markup
     directory = directory_of(content)
     directory.model.mkdir(parents=True)
     directory.keep_recipe()

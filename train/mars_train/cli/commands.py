@@ -68,6 +68,7 @@ def data_demo(
     The train and eval splits share no question.
     """
     from mars_platform.cli.progress import progress_display
+    from mars_platform.cli.report import say
     from mars_train.data.demo import write_demo_data
     from mars_train.data.demo_tasks import TaskMaker, draw_ledger, draw_short
     from mars_train.data.varied_tasks import draw_varied
@@ -95,7 +96,7 @@ def data_demo(
         typer.echo(json.dumps(found))
         return
     text = f"{out}: {examples:,} training and {eval_examples:,} held-out conversations"
-    Console().print(text, soft_wrap=True)
+    say(Console(), text)
 
 
 def train(
@@ -110,7 +111,7 @@ def train(
 
     Progress and messages go to standard error.
     """
-    from mars_platform.cli.report import check_output_files
+    from mars_platform.cli.report import check_output_files, say
     from mars_platform.config import load_settings
     from mars_train.recipe import Recipe
     from mars_train.run.recipe_run import run_recipe
@@ -120,4 +121,4 @@ def train(
     if as_json:
         typer.echo(json.dumps({"model": str(model)}))
     else:
-        Console().print(f"trained model: {model}", highlight=False, soft_wrap=True)
+        say(Console(), f"trained model: {model}")

@@ -28,7 +28,9 @@ from mars_platform.config import Settings
 from mars_platform.errors import Stopped, UserError, one_line
 from mars_train.data.token_store import TokenStore, TokenStoreWriter
 from mars_train.recipe import GenerateStage, Recipe, Scaling
+from mars_train.run.notice_board import say_news
 from mars_train.run.worker import set_threads
+from mars_train.stage.progress import TerminalMessage
 from mars_train.stage.responses import Responder, append_responses, rows_to_answer
 from mars_train.storage.directories import SaveFailed, SingleWriter, Storage, fetch_shared
 
@@ -129,13 +131,7 @@ class Generation:
         return _Job(self.stage, self.recipe.scaling, origin, model, data, self.shards.root)
 
     def _say(self, text: str, *, warning: bool = False) -> None:
-        self.console.print(
-            f"{'warning: ' if warning else ''}stage {self.stage.name}: {text}",
-            style="yellow" if warning else "",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        say_news(self.console, TerminalMessage(f"stage {self.stage.name}: {text}", warning))
 
     def _origin(self) -> Origin:
         stage = self.stage

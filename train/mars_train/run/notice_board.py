@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 
 from mars_platform.cli.progress import ProgressDisplay, progress_display, working
+from mars_platform.cli.report import say
 from mars_train.stage.progress import Progress, TerminalMessage
 
 _POLL_S = 0.5
@@ -97,23 +98,20 @@ class _BoardReader:
         """Read the board once and show what is new."""
         if self.stop_wanted() and not self._stopping:
             self._stopping = True
-            self.console.print("stopping: the workers save a checkpoint first", highlight=False)
+            say(self.console, "stopping: the workers save a checkpoint first")
             ray.get(self.board.request_stop.remote())
         progress: Progress | None
         progress, messages = ray.get(self.board.read.remote())
         for message in messages:
-            self._print(message)
+            say_news(self.console, message)
         if progress is not None and display is not None:
             detail = f"loss {progress.loss:.4f}  {progress.tokens_per_s:,.0f} tokens/s"
             title, total = f"stage {progress.stage}", progress.total_steps
             display.update(title, progress.step, total, detail, to_come=self.to_come * total)
         return progress
 
-    def _print(self, message: TerminalMessage) -> None:
-        self.console.print(
-            f"warning: {message.text}" if message.warning else message.text,
-            style="yellow" if message.warning else "",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+
+def say_news(console: Console, message: TerminalMessage) -> None:
+    """Print a message, or a warning."""
+    text = f"warning: {message.text}" if message.warning else message.text
+    say(console, text, style="yellow" if message.warning else "")

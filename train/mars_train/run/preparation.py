@@ -11,6 +11,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
 from mars_platform.checkpoint.files import settle
+from mars_platform.cli.report import say
 from mars_platform.data.files import read_conversations
 from mars_platform.errors import UserError
 from mars_train.data.encoding import check_first_rows, check_tokenizer
@@ -73,5 +74,5 @@ def _new_model(directory: RunDirectory, console: Console) -> Path:
     shutil.rmtree(unfinished, ignore_errors=True)
     create_model(recipe.model.scratch, texts, recipe.data.max_length, unfinished, recipe.seed)
     settle(unfinished, path)
-    console.print(f"new model and tokenizer in {path}", highlight=False)
+    say(console, f"new model and tokenizer in {path}")
     return path

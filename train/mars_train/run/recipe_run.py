@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from mars_platform.cli.report import say
 from mars_train.recipe import Recipe
 from mars_train.run.checks import check_before_start
 from mars_train.run.run_directory import RunDirectory
@@ -25,11 +26,7 @@ def run_recipe(recipe: Recipe, console: Console, page: Path | None = None) -> Pa
     """
     directory = RunDirectory(recipe, recipe.output.resolve())
     if directory.is_resumed() and directory.is_finished:  # a job whose end was not seen is repeated
-        console.print(
-            f"the run in {directory.path} is finished; its model is {directory.model}",
-            highlight=False,
-            soft_wrap=True,
-        )
+        say(console, f"the run in {directory.path} is finished; its model is {directory.model}")
     else:
         _run(directory, console)
     if page is not None:
@@ -46,7 +43,7 @@ def _run(directory: RunDirectory, console: Console) -> None:
         if directory.is_resumed():
             if directory.is_finished:  # by another process, which has held the lock until now
                 return
-            console.print(f"resuming the run in {directory.path}", highlight=False)
+            say(console, f"resuming the run in {directory.path}")
         # Both take seconds to import, and a refusal should not: most have come by now, and those
         # that take transformers come before Ray starts.
         from mars_train.run.preparation import prepare_start

@@ -34,6 +34,7 @@ from mars_platform.checkpoint.files import settle
 from mars_platform.checkpoint.manifest import Damaged
 from mars_platform.checkpoint.metadata import read_metadata
 from mars_platform.cli.progress import working
+from mars_platform.cli.report import say
 from mars_platform.cluster.ray_private import signal_handler_kept
 from mars_platform.cluster.session import ray_session
 from mars_platform.errors import Stopped, UserError
@@ -146,7 +147,7 @@ class _Run:
         """Train one stage unless it is trained already; the next stage starts from its model."""
         target = self.directory.trained(stage)
         if target.exists():
-            self.console.print(f"stage {stage.name}: trained already", highlight=False)
+            say(self.console, f"stage {stage.name}: trained already")
         else:
             result = self._fit(stage, terminated)
             if result.status == "refused":
@@ -231,18 +232,16 @@ class _Run:
         self.storage.remove(stage.name)
         self._plot()
         if isinstance(stage, MarsStage) and stage.adapter is not None:
-            self.console.print(
-                f"stage {stage.name}: adapter in {target}, for the model {self._base(stage)}",
-                highlight=False,
-            )
+            base = self._base(stage)
+            say(self.console, f"stage {stage.name}: adapter in {target}, for the model {base}")
             return
-        self.console.print(f"stage {stage.name}: checkpoint in {target}", highlight=False)
+        say(self.console, f"stage {stage.name}: checkpoint in {target}")
         metadata = read_metadata(target)
         if metadata is not None and metadata.provenance["embedding_grown"]:
-            self.console.print(
+            say(
+                self.console,
                 f"stage {stage.name}: the embedding had no spare row and was grown by one for the "
                 f"mask token; the vocabulary is now {metadata.mask_token_id + 1}",
-                highlight=False,
             )
 
     def tidy(self) -> None:
@@ -311,7 +310,7 @@ def _check_resources(recipe: Recipe, console: Console) -> None:
         )
     free = ray.available_resources()
     if any(free.get(n, 0) < amount * scaling.least_workers for n, amount in needed.items()):
-        console.print(f"waiting for {scaling.least_workers} x {wanted}, which others use now")
+        say(console, f"waiting for {scaling.least_workers} x {wanted}, which others use now")
 
 
 def _prepare_data(directory: RunDirectory, checkpoint: Checkpoint, console: Console) -> None:
@@ -319,17 +318,17 @@ def _prepare_data(directory: RunDirectory, checkpoint: Checkpoint, console: Cons
     if directory.data.exists():
         store = TokenStore(directory.data)
         text = f"{len(store):,} conversations, {store.num_tokens:,} tokens, prepared before"
-        console.print(f"data: {text}", highlight=False)
+        say(console, f"data: {text}")
         return
     recipe, started = directory.recipe, time.monotonic()
     with working("tokenising the training data", console):
         counts = prepare(recipe.data, checkpoint.path, directory.data)
-    console.print(
+    say(
+        console,
         f"data: {counts.num_examples:,} conversations, {counts.num_tokens:,} tokens, "
         f"{counts.num_supervised:,} of them supervised; {counts.num_truncated:,} conversations "
         f"cut to length, {counts.num_bad:,} bad rows skipped ({directory.report}); "
         f"{time.monotonic() - started:.0f} s",
-        highlight=False,
     )
     check_vocabulary(counts.max_token_id, checkpoint.config.vocab_size)
     refuse_few_rows(counts.num_examples, recipe)

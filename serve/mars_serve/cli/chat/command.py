@@ -62,6 +62,7 @@ def chat(
     """
     from rich.console import Console
 
+    from mars_platform.cli.report import say
     from mars_platform.errors import UserError
     from mars_serve.cli.chat.answer import DecodingChoice
     from mars_serve.cli.chat.conversation import ChatConversation
@@ -74,7 +75,7 @@ def chat(
     conversation = ChatConversation(found, console, choice=choice, system=system, as_json=as_json)
     if sys.stdin.isatty():
         hint = f"{found.name}; /help shows the commands, Ctrl-D ends the chat"
-        errors.print(hint, style="dim", markup=False, highlight=False, soft_wrap=True)
+        say(errors, hint, style="dim")
         conversation.run(_typed(errors))
     elif conversation.run(line.rstrip("\n") for line in sys.stdin):
         raise typer.Exit(1)

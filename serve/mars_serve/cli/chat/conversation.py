@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
+from mars_platform.cli.report import say
 from mars_platform.cli.shading import ShadedStream
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
@@ -139,10 +140,7 @@ class ChatConversation:
         return "a new conversation" + (" with that instruction" if system else "")
 
     def _tell(self, text: str, style: str) -> None:
-        if self._as_json:
-            Console(stderr=True).print(text, style=style, markup=False, highlight=False)
-        else:
-            self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+        say(Console(stderr=True) if self._as_json else self._console, text, style)
 
 
 def _joined(lines: Iterable[str]) -> Iterable[str]:
