@@ -13,6 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ _MAX_SHARE = 0.5
 _WINDOW_S = 60.0
 """Paced seconds over which that share is taken."""
 _COLD_START = "MARSRAY_PACED_COLD_START_S"
-_STARTED_S = time.monotonic()
 
 _log = logging.getLogger(__name__)
 
@@ -60,10 +60,10 @@ class PacedEngine(Engine):
         self._due: float | None = None  # when the last step was due; None while idle
 
     def warm_up(self, on_progress: Callable[[int, int], None] | None = None) -> StepTimes:
-        """Choose masks by the paced times, once a cold start has lasted as long as it is to."""
+        """Choose masks by the paced times; an engine takes a cold start from its fork on."""
         super().warm_up(on_progress)
         self.adapt_windows(self._times)
-        time.sleep(max(0.0, _STARTED_S + float(os.environ[_COLD_START]) - time.monotonic()))
+        os.register_at_fork(after_in_child=partial(time.sleep, float(os.environ[_COLD_START])))
         return self._times
 
     def begin_step(self) -> Step | None:

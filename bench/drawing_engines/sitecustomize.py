@@ -5,7 +5,7 @@ Python imports this module at its start where this directory is in ``PYTHONPATH`
 
 import sys
 
-if "mars_serve.replica.engine_main" in sys.orig_argv:
+if {"mars_serve.replica.engine_main", "mars_serve.replica.engine_template"} & {*sys.orig_argv}:
     from bench.draws import DrawingEngine
 
     from mars_serve.replica import loading

@@ -2,7 +2,8 @@
 
 It runs as ``python -m mars_serve.replica.engine_main FD PULSE``. ``FD`` is the file descriptor of
 its end of a socket pair, through which an `EngineStart` arrives first, and ``PULSE`` that of the
-memory of its `Pulse`.
+memory of its `Pulse`. An engine that is forked from `mars_serve.replica.engine_template` runs what
+stands here, too.
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
+from mars_autoscale.model.step_times import StepTimes
+from mars_autoscale.policy.outer_loop import AutoscalingBasis
 from mars_platform.checkpoint.number_type import is_bfloat16_slow
 from mars_platform.cluster.scheduling import preempt_others
 from mars_platform.errors import UserError
@@ -40,41 +45,81 @@ _SMALL = 30_000_000
 _log = logging.getLogger("mars_serve.engine")
 
 
+class LoadedEngine(NamedTuple):
+    """An engine that is warmed up, and what was measured meanwhile."""
+
+    engine: Engine
+    times: StepTimes
+    basis: AutoscalingBasis | None
+
+
 def main() -> None:
-    """Run the engine until the other end of the channel is closed."""
+    """Load an engine and run it until the other end of the channel is closed."""
+    prepare_process()
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    (start,) = channel.receive()
+    assert isinstance(start, EngineStart)
+    run_engine(start, channel, int(sys.argv[2]), load)
+
+
+def prepare_process() -> None:
+    """Set up what a process with an engine needs, and all processes that are forked from it."""
     write_to_stderr(logging.root)
     logging.root.setLevel(logging.INFO)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles a terminal's Ctrl-C
     sys.setswitchinterval(_SWITCH_S)
     preempt_others()
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-    (start,) = channel.receive()
-    assert isinstance(start, EngineStart)
+
+
+def load(start: EngineStart) -> LoadedEngine:
+    """Load an engine and warm it up.
+
+    Raises:
+        UserError: the model cannot be loaded.
+    """
     # loading may use all threads; steps get a number by the size of the model
     torch.set_num_threads(start.settings.num_threads or start.num_threads)
+    engine = load_engine(start.settings)
+    torch.set_num_threads(threads_for(start, engine.num_parameters))
+    _warn_of_slow_bfloat16(engine)
+    with within_memory(start.settings):  # the first steps, and those of the largest sizes
+        times = engine.warm_up(_log_progress)
+    return LoadedEngine(engine, times, autoscaling_basis(start.settings, engine, times))
+
+
+def run_engine(
+    start: EngineStart,
+    channel: Channel,
+    pulse: int,
+    load: Callable[[EngineStart], LoadedEngine],
+) -> None:
+    """Run an engine until the other end of its channel is closed.
+
+    Args:
+        start: the first message that came through the channel.
+        channel: leads to the engine's starter.
+        pulse: file descriptor of the memory of the engine's pulse.
+        load: returns the engine; a `UserError` is told to the other end.
+    """
     audit = start.settings.audit
     try:
         checker = load_checker(audit.checker)
-        engine = load_engine(start.settings)
-        torch.set_num_threads(threads_for(start, engine.num_parameters))
-        _warn_of_slow_bfloat16(engine)
-        engine.grammars.isolate()  # clients write them
-        with within_memory(start.settings):  # the first steps, and those of the largest sizes
-            times = engine.warm_up(_log_progress)
+        loaded = load(start)
     except UserError as error:
         channel.send(NotLoaded(str(error)))
         return
-    basis = autoscaling_basis(start.settings, engine, times)
+    engine = loaded.engine
+    torch.set_num_threads(threads_for(start, engine.num_parameters))
+    engine.grammars.isolate()  # clients write them
     leave = partial(os._exit, 0)  # does not wait for a step that still runs
-    pulse = Pulse(int(sys.argv[2]))
     EngineWorker(
         engine,
         channel,
         RequestTelemetry(),
         on_closed=leave,
-        basis=basis,
-        times=times,
-        pulse=pulse,
+        basis=loaded.basis,
+        times=loaded.times,
+        pulse=Pulse(pulse),
         host=start.host,
         auditor=Auditor(engine, audit.share, checker and check_of(checker, engine.checkpoint)),
     ).run()

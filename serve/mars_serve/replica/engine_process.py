@@ -7,13 +7,20 @@ import os
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from mars_serve.config.settings import ModelSettings
-from mars_serve.engine.ipc.channel import Channel, ChannelClosed
+from mars_serve.engine.ipc.channel import Channel
 from mars_serve.engine.ipc.client import EngineClient
 from mars_serve.engine.ipc.pulse import Pulse
+from mars_serve.replica.engine_template import (
+    ForkedEngine,
+    fork_engine,
+    python_environment,
+    template_name,
+)
 from mars_serve.replica.watchdog import PulseReader, watch
 
 LOOPBACK = "127.0.0.1"
@@ -56,7 +63,7 @@ class _Process:
 
 
 def start_engine(
-    settings: ModelSettings, num_threads: int, *, host: str = LOOPBACK
+    settings: ModelSettings, num_threads: int, *, host: str = LOOPBACK, node: str | None = None
 ) -> EngineClient:
     """Start a process with a model's engine, and wait until the engine is warmed up.
 
@@ -67,34 +74,54 @@ def start_engine(
         settings: the model's settings.
         num_threads: CPU threads of the engine, unless the settings name a number.
         host: address of the interface on which requests are accepted from other processes.
+        node: name of the place whose equal engines share a template process, from which each is
+            forked; None for an engine that is loaded by itself, as those on GPUs always are.
 
     Raises:
         UserError: the model cannot be loaded.
         EngineDied: the process ended before it was ready.
     """
+    start = EngineStart(settings, num_threads, host)
+    if node is not None and not settings.num_gpus:  # a fork cannot use its parent's GPU
+        try:
+            name = template_name(settings, num_threads, node)
+            return _connected(start, partial(fork_engine, name))
+        except OSError as error:
+            _log.warning("the engine is loaded by itself, since it cannot be forked: %s", error)
+    return _connected(start, _spawn)
+
+
+def _connected(
+    start: EngineStart, launch: Callable[[list[int]], _Process | ForkedEngine]
+) -> EngineClient:
+    """Launch an engine's process, wait until the engine is ready, and watch it.
+
+    Args:
+        start: the first message to the process.
+        launch: starts the process with the file descriptors of its channel and its pulse.
+    """
     ours, theirs = socket.socketpair()
-    memory = Pulse.create()
+    channel, memory = Channel(ours), Pulse.create()
     pulse = Pulse(memory)
-    with theirs:
-        process = subprocess.Popen(  # noqa: S603 - runs this interpreter with fixed arguments
-            [
-                sys.executable,
-                "-m",
-                "mars_serve.replica.engine_main",
-                str(theirs.fileno()),
-                str(memory),
-            ],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            pass_fds=[theirs.fileno(), memory],
-            stdin=subprocess.DEVNULL,
-        )
-    os.close(memory)
-    channel = Channel(ours)
-    with suppress(ChannelClosed):  # EngineClient reports a process that has ended
-        channel.send(EngineStart(settings, num_threads, host))
-    worker = _Process(process)
+    channel.send(start)
+    try:
+        with theirs:
+            worker = launch([theirs.fileno(), memory])
+    finally:
+        os.close(memory)
     engine = EngineClient(channel, worker)
     assert engine.step_times is not None
-    reader = PulseReader(pulse, engine.step_times.at, settings.engine.step_timeout_s)
+    reader = PulseReader(pulse, engine.step_times.at, start.settings.engine.step_timeout_s)
     watch(reader, engine, worker.kill)
     return engine
+
+
+def _spawn(handed: list[int]) -> _Process:
+    return _Process(
+        subprocess.Popen(  # noqa: S603 - runs this interpreter with fixed arguments
+            [sys.executable, "-m", "mars_serve.replica.engine_main", *map(str, handed)],
+            env=python_environment(),
+            pass_fds=handed,
+            stdin=subprocess.DEVNULL,
+        )
+    )

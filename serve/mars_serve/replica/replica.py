@@ -42,7 +42,8 @@ class ModelReplica:
         node = ray.util.get_node_ip_address()
         self._governor = GovernorLink(context.app_name, settings.name, self._name, node)
         self._governor.start()  # the dashboard shows the replica while the engine starts
-        self._engine = start_engine(settings, num_threads, host=node)
+        cluster_node = ray.get_runtime_context().get_node_id()
+        self._engine = start_engine(settings, num_threads, host=node, node=cluster_node)
         self._engine.read_in_thread()
         self._telemetry = ReplicaTelemetry(settings.name, self._name, self._engine, node)
         RayMirror(self._telemetry, metrics).start()

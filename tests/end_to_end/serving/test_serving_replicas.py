@@ -41,6 +41,16 @@ def descendants(process, name):
     return [each for each in found if name in " ".join(each.cmdline())]
 
 
+def engines_of(command):
+    """Return the processes of a server's engines: forks of a template, no descendants of Ray's."""
+    ours = {str(each.pid) for each in command.children(recursive=True)}
+    name = "mars_serve.replica.engine_template"
+    every = psutil.process_iter(["cmdline"])  # which passes over those that are ending
+    found = [each for each in every if name in (each.info["cmdline"] or [])]
+    own = [each for each in found if each.environ()["RAY_RAYLET_PID"] in ours]
+    return [each for each in own if each.parent() in own]
+
+
 async def states_of(http):
     return (await http.get("/ready")).json()["models"]["mars"]
 
@@ -180,8 +190,9 @@ async def test_load_goes_to_both_replicas(http):
 @pytest.mark.parametrize("part", ["replica", "engine"])
 async def test_a_replica_that_dies_or_whose_engine_dies_is_replaced(http, command, part):
     names = {state["replica"] for state in await states_of(http)}
-    replica = descendants(command, "model-0-mars")[0]
-    killed = replica if part == "replica" else descendants(replica, "engine_main")[0]
+    replicas = descendants(command, "model-0-mars")
+    engines = [each for each in engines_of(command) if len(each.parent().children()) == 2]
+    killed = {"replica": replicas, "engine": engines}[part][0]
     killed.kill()
     posts = (http.post("/v1/completions", json=body_of(index, 4)) for index in range(20))
     assert {answer.status_code for answer in await asyncio.gather(*posts)} == {200}
@@ -198,8 +209,9 @@ async def test_a_replica_that_dies_or_whose_engine_dies_is_replaced(http, comman
 
 async def test_a_busy_machine_slows_the_server_no_more_than_other_programs(command):
     """Ray gives its workers the lowest priority but four unless it is told otherwise."""
-    names = ("engine_main", "ServeReplica:marsray", "haproxy", "ProxyActor", "Governor")
-    found = [each for name in names for each in descendants(command, name)]
+    names = ("ServeReplica:marsray", "haproxy", "ProxyActor", "Governor")
+    found = engines_of(command)
+    found += [each for name in names for each in descendants(command, name)]
     assert len(found) >= 5
     assert {each.nice() for each in found} == {command.nice()}
 

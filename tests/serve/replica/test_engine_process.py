@@ -1,11 +1,14 @@
-"""The engine in a child process; tests share one, except those that end it."""
+"""The engine in a process of its own; all but one are forks of one template process."""
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
+from pathlib import Path
 
 import psutil
 import pytest
@@ -16,25 +19,47 @@ from mars_platform.errors import UserError
 from mars_platform.method import reference
 from mars_platform.method.mode import LiveDecoding, Mode
 from mars_serve.config.settings import ModelSettings
-from mars_serve.engine.decoding_options import DecodingOptions, GrammarKind, GrammarSpec
+from mars_serve.engine.decoding_options import (
+    DecodingOptions,
+    FinishReason,
+    GrammarKind,
+    GrammarSpec,
+)
 from mars_serve.engine.ipc.channel import ChannelClosed
 from mars_serve.engine.ipc.client import EngineDied
 from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.replica.engine_process import start_engine
+from mars_serve.replica.engine_template import fork_engine, template_name
 from waiting import soon
 
 PROMPT = list(range(10, 22))
+NODE = f"node of {os.getpid()}"
 
 
 def settings_of(path):
-    engine = EngineSettings(page_size=8, num_pages=64, max_num_seqs=4, max_requests=8)
+    engine = EngineSettings(
+        page_size=8, num_pages=64, max_num_seqs=2, max_requests=8, step_timeout_s=7.0
+    )
     return ModelSettings(name="mars", path=str(path), engine=engine)
+
+
+def forked(path):
+    os.environ.pop("PYTEST_CURRENT_TEST", None)  # engines of different environments are not equal
+    return start_engine(settings_of(path), 1, node=NODE)
+
+
+def process_of(loop):
+    """Return the process of an engine that was forked."""
+    lines = Path(f"/proc/self/fdinfo/{loop._worker._process}").read_text("utf-8").splitlines()
+    (number,) = [line.split()[1] for line in lines if line.startswith("Pid:")]
+    return psutil.Process(int(number))
 
 
 @pytest.fixture(scope="module")
 def loop(mars_dir):
-    loop = start_engine(settings_of(mars_dir), 1)
+    """Return the first engine; its template ends in the last test."""
+    loop = forked(mars_dir)
     yield loop
     loop.stop()
 
@@ -63,10 +88,53 @@ async def test_outputs_are_those_of_the_reference(loop, mars_dir):
         num_masks=4,
         mask_token_id=checkpoint.metadata.mask_token_id,
     )
-    wanted = [request(f"r{i}", window=4) for i in range(4)]
-    for outputs in await asyncio.gather(*(collect(loop, each) for each in wanted)):
-        assert [output.tokens for output in outputs] == expected.passes
-    assert loop.status().num_generated_tokens == 4 * sum(map(len, expected.passes))
+    second = forked(mars_dir)
+    for engine in (loop, second):
+        wanted = [request(f"r{i}", window=4) for i in range(4)]
+        for outputs in await asyncio.gather(*(collect(engine, each) for each in wanted)):
+            assert [output.tokens for output in outputs] == expected.passes
+        assert engine.status().num_generated_tokens == 4 * sum(map(len, expected.passes))
+    second.stop()
+
+
+def test_engines_of_a_node_share_their_memory_and_what_was_measured(loop, mars_dir):
+    before, second = process_of(loop), forked(mars_dir)
+    after = process_of(second)
+    assert before.parent() == after.parent() != psutil.Process()
+    assert second.step_times == loop.step_times  # to the last bit: nothing is timed again
+    memory = after.memory_full_info()
+    assert memory.uss < memory.rss / 4
+    second.stop()
+    assert not after.is_running() or after.status() == psutil.STATUS_ZOMBIE
+
+
+def test_engines_have_a_template_only_if_nothing_differs(mars_dir, tmp_path, monkeypatch):
+    path = shutil.copytree(mars_dir, tmp_path / "mars")
+    settings = settings_of(path)
+    first = template_name(settings, 1, NODE)
+    monkeypatch.setenv("RAY_JOB_ID", "another")
+    assert template_name(settings, 1, NODE) == first
+    others = {
+        template_name(settings, 2, NODE),
+        template_name(settings, 1, "another node"),
+        template_name(settings.model_copy(update={"dtype": "bfloat16"}), 1, NODE),
+    }
+    weights = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors").write_bytes(weights)
+    others.add(template_name(settings, 1, NODE))
+    monkeypatch.setenv("OMP_SCHEDULE", "static")
+    others.add(template_name(settings, 1, NODE))
+    assert len(others - {first}) == 5
+
+
+def test_a_directory_that_others_may_use_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    directory = tmp_path / f"marsray-{os.getuid()}"
+    directory.mkdir()
+    directory.chmod(0o750)
+    with pytest.raises(PermissionError, match="is no directory that this user alone can use"):
+        fork_engine("name", [])
 
 
 async def test_a_request_that_can_never_run_is_refused_with_its_reason(loop):
@@ -93,9 +161,7 @@ def test_a_model_that_cannot_be_loaded_is_refused(tmp_path):
 
 async def test_a_killed_engine_ends_the_requests_of_all_connections(mars_dir):
     """Each connection tells which of its requests a step may have held."""
-    settings = settings_of(mars_dir)
-    sizes = settings.engine.model_copy(update={"max_num_seqs": 2})
-    starter = start_engine(settings.model_copy(update={"engine": sizes}), 1)
+    starter = forked(mars_dir)
     starter.read_in_thread()
     links = [await linked(starter.address) for _ in range(2)]
     named = list(enumerate(links))
@@ -103,9 +169,8 @@ async def test_a_killed_engine_ends_the_requests_of_all_connections(mars_dir):
     begun = [await anext(stream) for stream in running]
     assert [output.request_id for output in begun] == ["running 0", "running 1"]
     waiting = [asyncio.create_task(collect(link, request(f"waiting {i}"))) for i, link in named]
-    (child,) = [each for each in psutil.Process().children() if _is_newest(each)]
     await asyncio.sleep(0)  # the requests are sent
-    child.send_signal(signal.SIGKILL)
+    process_of(starter).kill()
     ends = await asyncio.wait_for(
         asyncio.gather(*map(all_of, running), *waiting, return_exceptions=True), 10
     )
@@ -127,14 +192,13 @@ async def test_a_killed_engine_ends_the_requests_of_all_connections(mars_dir):
 
 async def test_a_stopped_engine_gives_back_what_waits_and_is_ended(mars_dir):
     """It is stopped in its first step: what was in it may be to blame, what waited is not."""
-    settings = settings_of(mars_dir)
-    sizes = settings.engine.model_copy(update={"step_timeout_s": 7.0, "max_num_seqs": 1})
-    loop = start_engine(settings.model_copy(update={"engine": sizes}), 1)
+    loop = forked(mars_dir)
     running = loop.stream(request("running", 200, mode=Mode.AR))
     await anext(running)
+    other = loop.stream(request("other", 200, mode=Mode.AR))
+    await anext(other)
     waiting = loop.stream(request("waiting"))
-    (child,) = [each for each in psutil.Process().children() if _is_newest(each)]
-    child.suspend()
+    process_of(loop).suspend()
     with pytest.raises(EngineDied, match="does not answer") as gave_back:
         await asyncio.wait_for(all_of(waiting), 30)
     assert not gave_back.value.had_begun
@@ -146,11 +210,6 @@ async def test_a_stopped_engine_gives_back_what_waits_and_is_ended(mars_dir):
     assert died.value.had_begun
     assert not loop.is_alive
     loop.stop()
-
-
-def _is_newest(process):
-    children = psutil.Process().children()
-    return process.pid == max(children, key=lambda each: each.create_time()).pid
 
 
 def test_the_engine_ends_with_its_parent(mars_dir):
@@ -169,3 +228,15 @@ def test_the_engine_ends_with_its_parent(mars_dir):
         os.kill(parent.pid, signal.SIGKILL)
     _, alive = psutil.wait_procs([child], timeout=60)
     assert not alive
+
+
+async def test_a_template_outlives_who_started_it_and_engines_outlive_their_template(
+    loop, mars_dir
+):
+    """This test is the last one, and ends the template of the others."""
+    template = process_of(loop).parent()
+    assert template not in psutil.Process().children()  # which Ray would end with its worker
+    template.kill()
+    psutil.wait_procs([template], timeout=60)
+    outputs = await collect(loop, request("after", window=4))
+    assert outputs[-1].finish_reason is FinishReason.LENGTH

@@ -1,0 +1,228 @@
+"""The template process, whose forks are the engines of a node's equal replicas.
+
+It runs as ``python -m mars_serve.replica.engine_template LISTENER KEEPER``, with the file
+descriptors of a listening Unix socket and of a process (a pidfd). On the first order it loads an
+engine and warms it up. From then on an engine is there within a fraction of a second, with what was
+measured, and all share the memory of the weights. The template itself runs no requests. It ends
+with its keeper, or some time after the last of its engines, which do not need it.
+
+A fork has none of its parent's threads, and a matrix library would wait for its own for ever. So
+the engine is loaded in a thread with which they end, and the main thread, which forks, has none.
+
+Templates are found by sockets in a directory that belongs to this user alone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import hashlib
+import logging
+import os
+import select
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, cast
+
+from mars_platform.checkpoint.metadata import locate_model
+from mars_serve.config.settings import ModelSettings
+from mars_serve.engine.ipc.channel import Channel, ChannelClosed
+
+if TYPE_CHECKING:  # importing it takes seconds
+    from mars_serve.replica.engine_main import LoadedEngine
+    from mars_serve.replica.engine_process import EngineStart
+
+_IDLE_S = 60.0
+"""Seconds without orders and engines after which a template ends."""
+_ORDER_S = 5.0
+"""Longest wait in seconds for the order of a process that has connected."""
+
+_log = logging.getLogger("mars_serve.engine")
+
+
+class ForkedEngine:
+    """An engine that a template has forked, as a `mars_serve.engine.ipc.client.Worker`."""
+
+    def __init__(self, process: int) -> None:
+        """Take over the file descriptor of the process (a pidfd)."""
+        self._process = process
+
+    def is_alive(self) -> bool:
+        """Return whether the process runs."""
+        return not select.select([self._process], [], [], 0)[0]
+
+    def kill(self) -> None:
+        """End the process at once."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._process, signal.SIGKILL)
+
+    def join(self, timeout: float) -> None:
+        """Wait until the process has ended, and kill it after ``timeout`` seconds."""
+        if not select.select([self._process], [], [], timeout)[0]:
+            self.kill()
+            select.select([self._process], [], [])
+
+
+def template_name(settings: ModelSettings, num_threads: int, node: str) -> str:
+    """Return a name that all replicas have in common whose engines are equal, and no others.
+
+    Raises:
+        UserError: the model cannot be found.
+    """
+    files = [
+        (each.path, status.st_ino, status.st_size, status.st_mtime_ns)
+        for place in filter(None, (str(locate_model(settings.path)), settings.adapter))
+        for each in sorted(os.scandir(place), key=lambda entry: entry.name)
+        if (status := each.stat())
+    ]
+    # Ray's own variables differ between its processes
+    variables = sorted(item for item in os.environ.items() if not item[0].startswith("RAY_"))
+    parts = (node, settings.model_dump_json(), num_threads, sys.executable, sys.path)
+    return hashlib.sha256(repr((*parts, files, variables)).encode()).hexdigest()[:32]
+
+
+def fork_engine(name: str, handed: list[int]) -> ForkedEngine:
+    """Have the template of a name fork an engine, and wait until it has.
+
+    Args:
+        name: see `template_name`.
+        handed: file descriptors of the engine's channel, in which its order waits, and its pulse.
+
+    Raises:
+        OSError: no template can be started, or it has ended or forks nothing.
+    """
+    directory = Path(tempfile.gettempdir()) / f"marsray-{os.getuid()}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    status = directory.lstat()
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    if not is_own or status.st_mode & 0o077:
+        raise PermissionError(f"{directory} is no directory that this user alone can use")
+    with socket.socket(socket.AF_UNIX) as connection:
+        _connect(connection, directory, str(directory / name))
+        # the engine writes its log where this process writes
+        socket.send_fds(connection, [b"\0"], [*handed, 1, 2])
+        _, processes, *_ = socket.recv_fds(connection, 1, 1)
+    if not processes:
+        raise ConnectionError("the template process has ended, or has no memory for an engine")
+    return ForkedEngine(processes[0])
+
+
+def _connect(connection: socket.socket, directory: Path, path: str) -> None:
+    with ExitStack() as stack:
+        lock = os.open(directory, os.O_RDONLY)
+        stack.callback(os.close, lock)
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of several replicas that start, one starts the template
+        with suppress(FileNotFoundError, ConnectionRefusedError):
+            return connection.connect(path)
+        Path(path).unlink(missing_ok=True)  # that of a template which was killed
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(path)
+        listener.listen()
+        keeper = os.pidfd_open(os.getppid())
+        stack.callback(os.close, keeper)
+        handed = [listener.fileno(), keeper]
+        command = [sys.executable, "-m", "mars_serve.replica.engine_template", *map(str, handed)]
+        environment = python_environment()
+        subprocess.run(  # noqa: S603 - runs this interpreter with fixed arguments
+            command, env=environment, pass_fds=handed, stdin=subprocess.DEVNULL, check=False
+        )
+        return connection.connect(path)
+
+
+def python_environment() -> dict[str, str]:
+    """Return the environment in which a child finds the modules that this process finds."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def main() -> None:
+    """Fork an engine for each process that connects, until none is needed any more."""
+    if os.fork():
+        os._exit(0)  # a process of Ray that ends would end its own children, too
+    os.setsid()
+    from mars_serve.replica.engine_main import prepare_process  # not before it is detached
+
+    prepare_process()
+    listener, keeper = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    loaded: Future[LoadedEngine] | None = None
+    try:
+        while loaded is None or loaded.exception() is None:
+            ready, _, _ = select.select([listener.fileno(), keeper], [], [], _IDLE_S)
+            if keeper in ready or not (_has_engines() or ready):
+                break
+            if ready:
+                loaded = _accept(listener, loaded)
+    finally:
+        Path(listener.getsockname()).unlink(missing_ok=True)
+
+
+def _has_engines() -> bool:
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+        return True
+    return False
+
+
+def _accept(
+    listener: socket.socket, loaded: Future[LoadedEngine] | None
+) -> Future[LoadedEngine] | None:
+    """Fork an engine for a process that has connected, and return the one that is loaded."""
+    connection, _ = listener.accept()
+    connection.settimeout(_ORDER_S)
+    with connection, ExitStack() as stack:
+        try:
+            _, (stream, *handed), *_ = socket.recv_fds(connection, 1, 4)
+            channel = Channel(stack.enter_context(socket.socket(fileno=stream)))
+            for descriptor in handed:
+                stack.callback(os.close, descriptor)
+            (start,) = cast("list[EngineStart]", channel.receive())
+            loaded = loaded or _load(start)
+            process = os.fork()
+            if not process:
+                listener.close()  # nobody is to wait at it once the template has ended
+                connection.close()
+                _become_engine(start, channel, loaded, handed)
+            engine = os.pidfd_open(process)
+            stack.callback(os.close, engine)
+            socket.send_fds(connection, [b"\0"], [engine])
+        except (OSError, ValueError, ChannelClosed) as error:  # the other end has ended, mostly
+            _log.warning("no engine was forked: %r", error)
+    return loaded
+
+
+def _load(start: EngineStart) -> Future[LoadedEngine]:
+    from mars_serve.replica.engine_main import load
+
+    with ThreadPoolExecutor(1) as loading:
+        loaded = loading.submit(load, start)
+    gc.collect()
+    gc.freeze()  # a collection in an engine would write to the memory that it shares
+    return loaded
+
+
+def _become_engine(
+    start: EngineStart, channel: Channel, loaded: Future[LoadedEngine], handed: list[int]
+) -> NoReturn:
+    """Run an engine in a process that has just been forked, and end the process."""
+    from mars_serve.replica.engine_main import run_engine
+
+    try:
+        pulse, output, errors = handed
+        os.dup2(output, 1)
+        os.dup2(errors, 2)
+        run_engine(start, channel, pulse, lambda _: loaded.result())
+    except BaseException:
+        _log.exception("the engine failed")
+    finally:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
