@@ -363,6 +363,7 @@ async def audit_of(client):
 async def test_audits_that_contradict_the_frontier_stop_the_lowering_of_the_threshold(client):
     """The frontier says that outputs hardly ever differ, but with this τ and text most do."""
     body = {"model": "mars", "max_tokens": 40, "ignore_eos": True, "confidence_threshold": FLOOR}
+    body["window"] = 3  # where masks do not pay by measured times, none would be fed
     bodies = [{**body, "prompt": f"{number} the rain in"} for number in range(24)]
     answers = await asyncio.gather(
         *(client.post("/v1/completions", json=each, timeout=60) for each in bodies)

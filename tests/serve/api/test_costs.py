@@ -224,7 +224,7 @@ OF_DATA = {"_MARKS", "_NUMBER"}
 """On data to train on."""
 TRIED = {
     "_STAND_IN", "PromptEncoder", "_any_of", "_SHORT_ID", "_REGEX_META", "_UNSAFE", "_ID",
-    "_describe", "_HEADER", "_WORDS", "_INERT", "_NAMED_HEADER", "_NAMED_CHARACTERS",
+    "_HEADER", "_WORDS", "_INERT", "_NAMED_HEADER", "_NAMED_CHARACTERS",
 }  # fmt: skip
 USE = re.compile(r"\bre\.(?!escape)[a-z]+\(")
 

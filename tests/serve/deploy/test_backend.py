@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from clusters.blocked_engines import links_of
 from clusters.local_replicas import LocalReplica, ReplicaHandle, StallingProxy
 from decoding.engine_requests import make_request
 from decoding.failing_engines import ControlledEngine, SlowEngine
@@ -317,6 +318,8 @@ async def test_other_errors_end_a_request(backend, handle, start) -> None:
         with pytest.raises(UserError, match=r"^max_tokens: "):
             await call(request(max_tokens=10_000))
     assert sum(len(engine_of(each).sent) for each in replicas) == 2
+    # an engine whose step hangs gives no credit back
+    await soon(lambda: all(client.credit.num_free for client in links_of(backend)))
     for replica in replicas:
         engine_of(replica).may_step.clear()
     running = [asyncio.create_task(backend.complete(request(name))) for name in ("one", "two")]

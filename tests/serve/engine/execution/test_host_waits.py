@@ -148,18 +148,3 @@ def test_a_step_is_started_without_a_wait_on_a_gpu(
         with errors_on_waits():
             step = engine.begin_step()
         engine.finish_step(step)
-
-
-def test_filters_wait_once_to_learn_whether_few_candidates_were_enough(
-    tiny_model: Models, make_engine: Engines, counts: Counter[str]
-) -> None:
-    engine_class = partial(Engine, attention_of=paged_attention)
-    engine = make_engine(tiny_model("qwen2"), SPECIAL, engine_class=engine_class, num_pages=60)
-    engine.capture_graphs(lambda _: do_nothing)
-    for request in requests(sampling=Sampling(0.8, top_p=0.9)):
-        engine.add(request)
-    counts.clear()
-    with WaitCount() as waits:
-        step = engine.begin_step()
-    assert (waits.num_waits, counts["waits"], counts["copies in"]) == (1, 0, 2)
-    engine.finish_step(step)
