@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from typing import Any, ClassVar, Self
 
@@ -111,15 +112,21 @@ class Body(BaseModel):
             raise unsupported_value(name, f"{reason}; leave it out{allowed}")
 
 
+@cache
+def _fields_of(model: type[BaseModel]) -> dict[str, str]:
+    """Return the names of a model's attributes by those of its fields in a body."""
+    return {field.alias or name: name for name, field in model.model_fields.items()}
+
+
 def _unknown_in(value: Any, data: Any, path: str = "") -> Iterator[str]:
     """Yield the names in the data of a model, and of those in it, that no field has."""
     if isinstance(value, BaseModel) and isinstance(data, dict):
-        fields = {field.alias or name: name for name, field in type(value).model_fields.items()}
+        fields = _fields_of(type(value))
         for name, item in data.items():
-            if name in fields:
-                yield from _unknown_in(getattr(value, fields[name]), item, f"{path}{name}.")
-            else:
+            if name not in fields:
                 yield path + name
+            elif isinstance(item, dict | list):
+                yield from _unknown_in(getattr(value, fields[name]), item, f"{path}{name}.")
     elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
         for index, (item, part) in enumerate(zip(value, data, strict=False)):
             yield from _unknown_in(item, part, f"{path}{index}.")
