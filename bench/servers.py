@@ -24,7 +24,7 @@ def running(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a server for the length of the block, which begins when the server is ready.
 
-    It is ready when a URL answers with status 200. Its output is appended to ``log``.
+    The server is ready when ``ready_url`` gives status 200. Its output is appended to ``log``.
 
     Raises:
         CommandFailed: The server ended or was not ready in time; the message names the log.
@@ -51,7 +51,7 @@ def running(
 def own_ray_cluster(directory: str) -> dict[str, str]:
     """Return the variables that make a command start a Ray cluster of its own.
 
-    The path of Ray's directory must be short, since it holds Unix sockets.
+    ``directory`` is for Ray's files; its path must be short, since it holds Unix sockets.
     """
     token = secrets.token_hex(16)
     own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_ADDRESS": ""}

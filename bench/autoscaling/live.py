@@ -115,8 +115,9 @@ class Run:
 
 
 def paced_copy(model: Path, into: Path, pace: Pace, *, exact: bool) -> Frontier:
-    """Copy a checkpoint and replace the step times of its frontier; ``exact`` keeps mode exact's
-    points.
+    """Copy a checkpoint to ``into``, which must not exist, with the step times of ``pace``.
+
+    The frontier's points of mode exact are kept only if ``exact``.
 
     Raises:
         UserError: The frontier is missing or is refused.

@@ -87,8 +87,9 @@ class Figures:
 
 
 def live_figures(done: Run, burst: Spike, duration_s: float) -> Figures:
-    """Return the figures of a server's run, and those of a burst; replicas count until the trace's
-    end.
+    """Return the figures of a server's run, and those of the requests of ``burst``.
+
+    Replicas are counted until ``duration_s``, the end of the trace.
     """
     figures, end_s = done.load.figures, burst.at_s + burst.for_s
     inside = [each for each in done.load.replayed.sent if burst.at_s <= each.sent_s < end_s]

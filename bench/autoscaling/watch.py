@@ -51,9 +51,9 @@ def replica_s(seen: list[Seen], numbers: list[int], begin_s: float, end_s: float
 
 @contextmanager
 def watching(server: int, environment: Mapping[str, str], file: Path) -> Iterator[list[Seen]]:
-    """Watch a server for the length of the block; the list is filled behind it.
+    """Watch a server for the length of the block, behind which the list is filled.
 
-    The variables are those with which the server was started; they open its Ray cluster.
+    ``environment`` has the variables that the server was started with, which open its Ray cluster.
 
     Raises:
         RuntimeError: The server has started no cluster of its own, or the watch broke off.

@@ -86,7 +86,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path, remedy: str) -> dict[str, Any]:
-    """Read a JSON file whose top level is an object; every error ends in the remedy.
+    """Read a JSON file whose top level is an object; every error ends in ``remedy``.
 
     Raises:
         UserError: the file is missing or malformed, or its top level is not an object.

@@ -55,8 +55,9 @@ def paired_difference(ours: Sequence[bool], theirs: Sequence[bool]) -> Estimate:
 
 
 def difference_of_pairs(gained: int, lost: int, num: int) -> Estimate:
-    """Return what `paired_difference` does, from how many of ``num`` items succeed on one side
-    alone.
+    """Return what `paired_difference` does, from the numbers of items that differ.
+
+    ``gained`` items succeed on our side alone, ``lost`` on theirs alone, of ``num``, at least 1.
     """
     up, down = (gained + 1) / (num + 2), (lost + 1) / (num + 2)
     half = _Z95 * math.sqrt((up + down - (up - down) ** 2) / (num + 2))
@@ -64,11 +65,12 @@ def difference_of_pairs(gained: int, lost: int, num: int) -> Estimate:
 
 
 def ratio_of_totals(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
-    """Return the total of the numerators over that of the denominators, both by item in one order.
+    """Return the total of the numerators over the total of the denominators.
 
-    The interval is the ratio estimator's (Cochran, Sampling Techniques, section 6.4). The items are
-    the sample, and the spread is that of ``numerator - ratio * denominator`` over the items; one
-    item has no spread to measure, so that its interval is infinite.
+    Both sequences have one value for each item, in the same order; the total of ``denominators`` is
+    positive. The interval is the ratio estimator's (Cochran, Sampling Techniques, section 6.4). The
+    items are the sample, and the spread is that of ``numerator - ratio * denominator`` over the
+    items; one item has no spread to measure, so that its interval is infinite.
     """
     num = len(numerators)
     ratio, residuals = _residuals(numerators, denominators)
@@ -82,9 +84,9 @@ def difference_of_ratios(
     ours: tuple[Sequence[float], Sequence[float]],
     theirs: tuple[Sequence[float], Sequence[float]],
 ) -> Estimate:
-    """Return our ratio of totals minus theirs, each of numerators and denominators by the same
-    items.
+    """Return our ratio of totals minus theirs.
 
+    ``ours`` and ``theirs`` are numerators and denominators of the same items, in the same order.
     The interval is that of `ratio_of_totals` with the difference of both ratios' residuals, so that
     what both have in common cancels out.
     """

@@ -25,10 +25,10 @@ class Expectation:
 
 
 def expectation_of(expectations: Sequence[Expectation], threshold: float) -> Expectation | None:
-    """Return what is expected of a τ, from what was measured with falling ones.
+    """Return what was measured for the highest τ that is not above ``threshold``, which loses no
+    less.
 
-    That is what was measured for the highest τ that is not above it, which loses no less; None if τ
-    is 1, or below all of them.
+    ``expectations`` have falling τ. None is returned if the threshold is 1, or below all of them.
     """
     if threshold >= 1.0:
         return None

@@ -53,7 +53,7 @@ class StepTime:
 
 
 def linear_step_time(t0_s: float, positions_to_double: float) -> StepTime:
-    """Return ``t0 * (1 + positions / K)``, in which K more positions double the time."""
+    """Return step times of ``t0_s * (1 + positions / K)``, where K is ``positions_to_double``."""
     return StepTime((0.0, positions_to_double), (t0_s, 2 * t0_s))
 
 

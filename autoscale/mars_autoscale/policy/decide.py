@@ -1,10 +1,10 @@
 """Decides how many replicas there should be, and how far τ may go.
 
 Replicas follow the token rate, at the speed of the fastest decoding that loses nothing, and at the
-pace at which replicas really work. They never follow concurrency: a lower τ empties the queue, and
-a policy that counts concurrency would stop replicas just while quality is paying. Replicas also
-stay for bursts that recur and that τ cannot carry, because no replica starts in time for those. A
-queue that stays too long orders replicas even if all speeds are wrong.
+pace at which replicas really work, and never concurrency: a lower τ empties the queue, and a policy
+that counts concurrency would stop replicas just while quality is paying. Replicas also stay for
+bursts that recur and that τ cannot carry, because no replica starts in time for those. A queue that
+stays too long orders replicas even if all speeds are wrong.
 `decide` is pure and total: any snapshot gives a decision within bounds, whatever is missing, stale
 or not finite.
 """
@@ -223,8 +223,8 @@ def _needed_now(
 ) -> float:
     """Return the replicas of pace 1 that the arrivals need, before rounding.
 
-    What waits needs none beside those: they work it off with the part of their speed that the mean
-    leaves free, and more would come when it is gone.
+    Waiting requests need no more: these replicas work them off with the part of their speed that
+    the mean leaves free, and further ones would come when nothing waits any more.
     """
     rate = demand.mean(demand_history)
     rate *= demand.trend(demand_history, settings.cold_start_s, settings.max_trend)

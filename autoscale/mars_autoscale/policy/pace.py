@@ -1,8 +1,8 @@
 """Measures the pace of replicas: the seconds that their work should take, over those it takes.
 
-What work should take is what decisions count on: the speed of the base by the frontier, times the
-ladder's gain. Text that is harder to predict than the calibrated one, steps that last longer,
-other programs on the machine, requests that pin a slower mode, and too few pages all lower it.
+Decisions count on what work should take: the speed of the base by the frontier, times the ladder's
+gain. Text that is harder to predict than the calibrated one, steps that last longer, other programs
+on the machine, requests that pin a slower mode, and too few pages all lower the pace.
 Imports no Ray or torch, and reads no clock.
 """
 

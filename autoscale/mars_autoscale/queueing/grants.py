@@ -106,8 +106,8 @@ class Grants:
     def __init__(self, max_num_seqs: int, reserve: int) -> None:
         """Start without connections.
 
-        At most ``max_num_seqs`` requests run in the engine; ``reserve`` may wait there for one to
-        end.
+        At most ``max_num_seqs`` requests run in the engine at once; ``reserve`` more may wait
+        there, to be at hand when a running one ends.
         """
         self.capacity = max_num_seqs + reserve
         self._shares = dict[str, _Share]()
@@ -146,11 +146,11 @@ class Grants:
         return max(self.capacity - self._num_held, 0)
 
     def update(self, *, is_short_of_pages: bool) -> dict[str, int]:
-        """Divide the room anew and return the limits that have changed, which are to be told, by
-        ingress.
+        """Divide the room anew, and return the limits that have changed, by the ingress that is to
+        be told.
 
-        While requests wait in the engine because pages of the KV cache are short, no more are to
-        come.
+        If ``is_short_of_pages``, requests wait in the engine because pages of the KV cache are
+        short, and no more are to come.
         """
         free = 0 if is_short_of_pages else self.num_free
         needed = self._needed(free)
@@ -185,7 +185,7 @@ class Grants:
 def _fill(levels: Mapping[str, int], wanted: Mapping[str, int], room: int) -> dict[str, int]:
     """Divide room one by one, each to the name with the lowest level that wants more.
 
-    Of equal levels, what each name has already, the first is served first.
+    ``levels`` is what each name has, ``wanted`` the most that it gets; ties go to the first name.
     """
     given = dict.fromkeys(levels, 0)
     order = enumerate(levels.items())

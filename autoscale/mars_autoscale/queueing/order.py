@@ -46,7 +46,10 @@ for its prompt and the step that it waits for."""
 
 
 def late_from(arrived_s: float, wanted_s: float) -> float:
-    """Return the time from which on a request that waits can hardly begin within ``wanted_s``."""
+    """Return the time from which on a waiting request can hardly begin in time.
+
+    The request arrived at ``arrived_s``, and its output should begin within ``wanted_s`` of that.
+    """
     return arrived_s + _IN_TIME_SHARE * wanted_s
 
 
@@ -305,7 +308,11 @@ class FairQueue(Generic[ItemT]):
     def peek(
         self, skipped: Container[str] = (), *, now_s: float = -math.inf
     ) -> QueuedRequest[ItemT] | None:
-        """Return the request that is first in order but for skipped keys; None if none waits."""
+        """Return the request that is first in order; None if none waits.
+
+        Requests of ``skipped`` keys do not count. ``now_s`` is the time on the queue's clock; it
+        tells which requests are late.
+        """
         for shares in self._tiers.values():
             if shares.num and (queued := shares.first(skipped, now_s)) is not None:
                 return queued
@@ -317,6 +324,8 @@ class FairQueue(Generic[ItemT]):
 
     def pop(self, *, now_s: float = -math.inf) -> QueuedRequest[ItemT]:
         """Remove and return the request that is first in order, and charge its key for it.
+
+        ``now_s`` is explained at `peek`.
 
         Raises:
             IndexError: no request waits.
@@ -337,7 +346,7 @@ class FairQueue(Generic[ItemT]):
         return True
 
     def settle(self, queued: QueuedRequest[ItemT], cost: int) -> None:
-        """Charge the key of an ended request the tokens that were computed; 0 if it never began."""
+        """Charge the key of an ended request ``cost``, the tokens computed; 0 if it never began."""
         is_unsettled = queued._flow is not None and queued not in queued._flow.waiting
         assert is_unsettled, "only what was popped can be settled, once"
         self._tiers[queued.tier].settle(queued, cost - queued.cost)
@@ -362,10 +371,11 @@ class FairQueue(Generic[ItemT]):
     ) -> tuple[int, int]:
         """Return how many requests, and how many tokens, would go before a new request.
 
-        Both are lower bounds as long as no request is removed or becomes late: requests of higher
-        tiers, those of its key that are not late and have a deadline that is earlier by a quarter
-        of a second, and what fairness gives to the other keys before the new request's turn. Of
-        these, requests are counted as if each key's were of equal size.
+        The new request would have this tier, key and deadline; ``now_s`` is explained at `peek`. As
+        long as no request is removed or becomes late, both numbers are lower bounds: they count
+        requests of higher tiers, those of the same key that are not late and have a deadline that
+        is earlier by a quarter of a second, and what fairness gives to the other keys before the
+        new request's turn, as if each key's requests were of equal size.
         """
         num, tokens = self._tiers[tier].ahead(key, deadline_s, now_s)
         higher = [shares for each, shares in self._tiers.items() if each.rank > tier.rank]

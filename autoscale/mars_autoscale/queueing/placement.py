@@ -20,7 +20,7 @@ batch does."""
 
 
 def load_of(num_requests: int, backlog_tokens: int) -> float:
-    """Return a replica's load in requests, the prompt tokens yet to be computed among them."""
+    """Return a replica's load: its requests, and the backlog of its prompts as so many requests."""
     return num_requests + backlog_tokens / TOKENS_PER_REQUEST
 
 
@@ -114,8 +114,9 @@ class Placement:
     ) -> None:
         """Start without memory of any prompt.
 
-        From ``slack`` above the least busy replica's load on, sessions do not count, and prefixes
-        only by the tokens that need not be computed again, ``tokens_per_key`` for each page.
+        Sessions do not count for a replica whose load is more than ``slack`` above the least one,
+        and prefixes only by the tokens that need not be computed again, ``tokens_per_key`` for each
+        page. At most ``max_keys`` pages and ``max_sessions`` sessions are remembered.
         """
         self.slack = slack
         self._load_per_key = tokens_per_key / TOKENS_PER_REQUEST
@@ -128,9 +129,10 @@ class Placement:
     ) -> str:
         """Return a replica for a prompt, and remember it for the prompt's pages and session.
 
-        A key names a beginning of the prompt that ends with a full page; a session is unique among
-        all callers. The holders of the longest known beginning come first; the session's replica
-        decides between them and stands in where no beginning is known.
+        ``keys`` name beginnings of the prompt, one for each leading full page; ``loads`` is not
+        empty; ``session`` is unique among all callers. The holders of the longest known beginning
+        come first; the session's replica decides between them and stands in where no beginning is
+        known.
         """
         most = min(loads.values()) + self.slack
         preferred = self.prefixes.deepest(keys, loads) or list(loads)

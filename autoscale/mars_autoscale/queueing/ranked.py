@@ -40,10 +40,10 @@ class RankedSet(Generic[MemberT]):
         return iter(self._entries)
 
     def place(self, member: MemberT, rank: float, then: int) -> None:
-        """Add a member, or move it; smaller ranks come first, and of equal ones the smaller
-        ``then``.
+        """Add a member, or move it to another rank.
 
-        For different members ``then`` has to differ.
+        Members with a smaller ``rank`` come first. ``then`` decides between equal ranks, smaller
+        first, and is different for different members.
         """
         entry = (rank, then, member)
         self._entries[member] = entry

@@ -21,9 +21,9 @@ class SpeedChange(Settings):
     times: float = Field(gt=0, allow_inf_nan=False)
     """Real speed of steps and prompts as a multiple of the model's."""
     from_s: float = Field(default=0.0, ge=0)
-    """Seconds into the trace from which on it holds."""
+    """Seconds into the trace from which on the change holds."""
     one_in: int = Field(default=1, ge=1)
-    """It holds for one of so many replicas, counted in the order of their starts."""
+    """Number of replicas, in the order of their starts, of which the change holds for one."""
 
 
 class ReplicaSettings(Settings):

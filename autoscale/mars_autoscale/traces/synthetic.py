@@ -126,7 +126,7 @@ class SyntheticTrace(Settings):
         return float(self.rate_at(np.array([0.0, *edges])).max())
 
     def rate_at(self, times_s: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the requests per second at each time [times], in seconds since the trace began."""
+        """Return the requests per second at ``times_s``, [times], seconds since the trace began."""
         return self.mean_rate_per_s * spike_factor(self.spikes, times_s)
 
 
@@ -199,7 +199,7 @@ def _shifted(prefix: Sequence[int], shift: int) -> Sequence[int]:
 
 
 def spike_factor(spikes: Iterable[Spike], times_s: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the factor by which spikes multiply the rate at each time [times]; 1 outside them."""
+    """Return the factor of spikes in the rate at each of ``times_s``, [times]; 1 outside them."""
     factor = np.ones_like(times_s)
     for spike in spikes:
         inside = (times_s >= spike.at_s) & (times_s < spike.at_s + spike.for_s)

@@ -24,8 +24,9 @@ if TYPE_CHECKING:  # importing it takes seconds, and a server's ingress loads no
 def read_model(
     model: str | Path, adapter: str | Path | None = None, *, with_calibration: bool = True
 ) -> Checkpoint:
-    """Read a checkpoint, a directory or hub id, without its weights, and an adapter of it, if one
-    is named.
+    """Read a checkpoint without its weights, together with an adapter that belongs to it.
+
+    ``model`` is a directory or hub id, ``adapter`` a directory or None; see also `read_checkpoint`.
 
     Raises:
         UserError: a file of either is missing, malformed or does not fit the others, or the adapter
@@ -64,7 +65,8 @@ def adapt(base: Checkpoint, adapter: Adapter) -> Checkpoint:
 def load_weights(checkpoint: Checkpoint, *, dtype: torch.dtype) -> PreTrainedModel:
     """Load the weights of a checkpoint that `read_model` returned, on the CPU, in evaluation mode.
 
-    Its adapter, if any, is attached; then no weight takes gradients. All weights get ``dtype``.
+    All weights are converted to ``dtype``. If there is an adapter, it is attached, and no weight
+    takes gradients.
 
     Raises:
         UserError: weights are missing or damaged, or do not fit each other.

@@ -229,7 +229,8 @@ def calibrate_depth(depth: int, fitting: Observed, checking: Observed) -> DepthC
 def reliability(probabilities: Tensor, correct: Tensor, num_bins: int = NUM_BINS) -> list[Bin]:
     """Sort tokens by probability and split them into bins of equal size, give or take one token.
 
-    Both tensors are [tokens]. With fewer tokens than bins, each has one token.
+    ``probabilities`` is float [tokens], ``correct`` bool [tokens]. With fewer tokens than
+    ``num_bins``, which is at least 1, each bin has one token.
     """
     order = probabilities.argsort(stable=True)
     sure = probabilities[order].double().tensor_split(num_bins)
@@ -260,8 +261,8 @@ def calibration_error(probabilities: Tensor, correct: Tensor, num_bins: int = NU
 
 
 def brier_score(probabilities: Tensor, correct: Tensor) -> float:
-    """Return the mean squared distance of probability and outcome, [tokens]; 0 is certain and
-    right.
+    """Return the mean squared distance of ``probabilities``, float [tokens], and ``correct``, bool
+    [tokens], of at least one token; 0 is certain and right.
     """
     return float((probabilities.double() - correct.double()).square().mean())
 

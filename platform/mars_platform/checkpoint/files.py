@@ -65,7 +65,7 @@ def sync(path: Path) -> None:
 
 
 def check_writable(directory: Path, name: str) -> None:
-    """Check, before anything is measured, that a directory takes a file, which is not created.
+    """Check, before anything is measured, that ``directory`` takes files; errors name ``name``.
 
     Raises:
         UserError: the directory takes no files.

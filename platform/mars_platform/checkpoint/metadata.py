@@ -52,7 +52,7 @@ class MarsMetadata(Settings):
 def locate_model(model: str) -> Path:
     """Return the directory of a model, downloading a Hugging Face hub model that is not cached.
 
-    A hub id may have a branch, tag or commit after an ``@``.
+    ``model`` is a directory, or a hub id that may end in a branch, tag or commit after an ``@``.
 
     Raises:
         UserError: there is no such model, it is an adapter, it has links to files elsewhere, or the
@@ -113,7 +113,7 @@ def _download(model: str, patterns: list[str]) -> Path:
 def read_metadata_of(model: str | Path) -> tuple[Path, MarsMetadata | None]:
     """Return the directory of a checkpoint, whose files are looked over, and its ``mars.json``.
 
-    The latter is None for a plain AR checkpoint.
+    ``model`` is a directory or hub id. The metadata is None for a plain AR checkpoint.
 
     Raises:
         UserError: a file is missing or is none of the checkpoint's own, or ``mars.json`` is
@@ -140,6 +140,8 @@ def read_metadata(path: Path) -> MarsMetadata | None:
 
 def check_mask_token(path: Path, metadata: MarsMetadata, found: int | None) -> None:
     """Refuse a checkpoint whose tokenizer has another mask token than ``mars.json``, or none.
+
+    ``found`` is the id of the mask token in the tokenizer, None if there is none.
 
     Raises:
         UserError: the ids differ.

@@ -46,8 +46,8 @@ def stored_dtype(path: Path) -> NumberType:
 def is_bfloat16_slow(processors: Path = Path("/proc/cpuinfo")) -> bool:
     """Return whether products in bfloat16 take many times as long as in float32 on this processor.
 
-    That is so on one without instructions for them: on x86 AVX-512 BF16 or AMX. Where the system
-    does not list its processors' flags, nothing is known, and they are not called slow.
+    Processors without instructions for such products, on x86 AVX-512 BF16 or AMX, are slow. Without
+    the file ``processors``, which lists flags, nothing is known, and none is called slow.
     """
     if not processors.is_file():
         return False

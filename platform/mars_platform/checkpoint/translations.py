@@ -39,7 +39,10 @@ class ProposedRuns:
     """bool [tokens], whether each token is right; depths rise from 1 within a cursor."""
 
     def lowest(self, confidence: Tensor) -> Tensor:
-        """Return the highest τ that accepts each token [tokens]: the lowest confidence up to it."""
+        """Return the highest τ that accepts each token: the lowest ``confidence`` up to it.
+
+        ``confidence`` is float32 [tokens], and the result float64 [tokens].
+        """
         lowest = confidence.double().clone()
         same = self.cursor[1:] == self.cursor[:-1]
         depth = 1
@@ -60,11 +63,12 @@ def fit_translation(
     *,
     calibrated: bool,
 ) -> Translation:
-    """Translate the thresholds `KNOTS` of ``probability``, uncorrected, to another confidence.
+    """Translate the thresholds `KNOTS` of ``probability`` to thresholds of another confidence.
 
-    Both are float32 [tokens]. Where too few wrong tokens were seen to compare losses, the threshold
-    also accepts no more tokens than that of ``probability``. Where nothing is accepted by
-    ``probability``, it is 1.
+    ``probability``, which is uncorrected, and ``confidence``, which is corrected if ``calibrated``,
+    are float32 [tokens]; ``measure`` names the latter. Where too few wrong tokens were seen to
+    compare losses, the threshold also accepts no more tokens than that of ``probability``. Where
+    nothing is accepted by ``probability``, the threshold is 1.
     """
     reference, other = _Losses.of(runs, probability), _Losses.of(runs, confidence)
     thresholds = list[float]()

@@ -10,7 +10,7 @@ from mars_platform.errors import UserError
 
 
 def parsed_address(text: str, option: str) -> httpx.URL:
-    """Return a server's address; errors name ``option``.
+    """Return the server's address in ``text``; errors name ``option``, which it was given for.
 
     Raises:
         UserError: it is no HTTP address.

@@ -109,10 +109,10 @@ def write_pictures(
     plot: Path | None,
     page: Path | None,
 ) -> None:
-    """Draw a result into a picture, whose suffix names the format, and a page; nothing if both are
-    None.
+    """Draw a result into the picture ``plot`` and the HTML page ``page``; either may be None.
 
-    The page also has the report that ``show`` prints.
+    ``draw`` draws the figure, and the picture's suffix names its format. The page also has
+    ``title`` and the report that ``show`` prints.
 
     Raises:
         UserError: a file cannot be written.

@@ -42,7 +42,7 @@ class ProgressRate:
     def words(self, done: int, total: int, to_come: float = 0.0) -> str:
         """Note how many parts are done, and return rate and time left in words; empty at first.
 
-        Work that follows this task, as a number of its parts, is ``to_come``.
+        ``to_come`` is the work that follows this task, as a number of its parts.
         """
         now_s = self._clock()
         self._seen.append((now_s, done))
@@ -88,8 +88,8 @@ class ProgressDisplay:
     ) -> None:
         """Show that ``done`` of ``total`` parts of a task are done; the first call starts it.
 
-        The detail is what else is known, above all the quality so far. Work that follows this task,
-        as a number of its parts, is ``to_come``; the time that it takes is told as well.
+        ``detail`` is what else is known, above all the quality so far. ``to_come`` is the work that
+        follows this task, as a number of its parts; the time that it takes is told as well.
         """
         pace = self._paces.setdefault(title, ProgressRate()).words(done, total, to_come)
         if self._bar is None:
@@ -136,8 +136,8 @@ def progress_display(console: Console | None = None) -> Iterator[ProgressDisplay
 def working(title: str, console: Console | None = None) -> Iterator[None]:
     """Show for the length of the block what is being done, if it has no parts to count.
 
-    On a terminal, by default standard error, the time so far is shown; elsewhere, a line is printed
-    after two seconds.
+    ``title`` names the work, such as ``loading the model``; ``console`` is by default standard
+    error. On a terminal, the time so far is shown; elsewhere, a line is printed after two seconds.
     """
     console = console or Console(stderr=True)
     if console.is_terminal:

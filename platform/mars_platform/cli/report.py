@@ -66,8 +66,8 @@ def table_of(
 ) -> Table:
     """Lay rows out in a table, in sections that a line separates.
 
-    Texts of None and of infinite values are ``missing`` and ``infinite``; further arguments are
-    those of `rich.table.Table`.
+    ``missing`` is the text of a value that is None, ``infinite`` that of an infinite one. Further
+    arguments, such as ``title``, are those of `rich.table.Table`.
     """
     columns = list(columns)
     table = Table(**options)
@@ -99,7 +99,8 @@ def _text(value: float | str | None, spec: str, missing: str, infinite: str) -> 
 def interval(estimate: Estimate | None, spec: str, *, scale: float = 1.0, unit: str = "") -> str:
     """Return an estimate as ``value [low, high]``, without the brackets if the ends are infinite.
 
-    None gives an empty text. The numbers are multiplied by ``scale``; 100 makes percent of shares.
+    An ``estimate`` of None gives an empty text. Each number is multiplied by ``scale``, 100 to make
+    percent of shares, and formatted by ``spec``; ``unit`` is the text behind the value.
     """
     if estimate is None:
         return ""
@@ -182,7 +183,7 @@ def finish_axes(
     y: str = "",
     legend: Literal["best", "upper right", "lower right"] | None = None,
 ) -> None:
-    """Give a drawn diagram a title, labels of both axes, a grid, and a legend, unless empty."""
+    """Give a drawn diagram a grid, and a title, axis labels and a legend unless they are empty."""
     if title:
         axes.set_title(title, fontsize="small")
     if x:
@@ -210,7 +211,7 @@ def writing(path: Path) -> Iterator[None]:
 def check_output_files(files: Mapping[str, Path | None]) -> None:
     """Refuse files that could not be written in the end, before anything is measured.
 
-    Each has the name of its option, of which ``--plot`` names a picture; None is an unused option.
+    ``files`` has paths by option: ``--plot`` names a picture, and an unused option has None.
 
     Raises:
         UserError: a directory is missing, a path is itself one, or the picture's suffix names no

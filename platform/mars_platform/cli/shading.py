@@ -23,10 +23,11 @@ def printable(text: str) -> str:
 
 
 def print_shaded(console: Console, passes: Sequence[str], *, wrap: bool = False) -> None:
-    """Print an output by the texts that each forward pass added.
+    """Print an output, shaded by forward pass.
 
-    Neighbours alternate in shade on a terminal and are separated by bars elsewhere. Without
-    ``wrap``, lines can be copied as they are.
+    ``passes`` has the text that each pass added. Neighbours alternate in shade on a terminal and
+    are separated by bars elsewhere. With ``wrap``, lines break between words; without, they can be
+    copied as they are.
     """
     if not console.is_terminal:
         console.print("|".join(passes), markup=False, highlight=False, soft_wrap=not wrap)
@@ -47,7 +48,7 @@ class ShadedStream:
     def add(self, text: str, *, aside: bool = False) -> None:
         """Print the text that a forward pass added; an empty one counts as a pass, too.
 
-        An aside, such as thinking, is no part of the answer and in italics.
+        A text ``aside``, such as thinking, is no part of the answer and is printed in italics.
         """
         index, self._num_passes = self._num_passes, self._num_passes + 1
         console = self._console

@@ -75,9 +75,9 @@ def attempt(
 ) -> None:
     """Call a function until it succeeds, at most `MAX_ATTEMPTS` times.
 
-    Each failure that another attempt follows is told in a line that begins with ``name``, a noun
-    for what is started; the last one ends in the remedy. Only ``errors`` are tried again, never a
-    `ValueError`, because arguments that are wrong stay wrong.
+    ``tell`` gets one line for each failure that another attempt follows. Each message begins with
+    ``name``, a noun for what is started, and the last one ends in ``remedy``. Only ``errors`` are
+    tried again, never a `ValueError`, because arguments that are wrong stay wrong.
 
     Raises:
         UserError: the last attempt has failed.

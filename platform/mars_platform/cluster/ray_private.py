@@ -26,7 +26,8 @@ _CENTRAL_PROCESSES = ("gcs_server", "raylet")
 def job_variables(stop_wait_s: int) -> dict[str, str]:
     """Return environment variables of a job that no argument of ``submit_job`` covers.
 
-    Between SIGTERM and SIGKILL lie 3 s by default, which ends a job in the middle of a checkpoint.
+    A job that is stopped gets SIGKILL ``stop_wait_s`` seconds after SIGTERM; Ray's default of 3
+    ends it in the middle of a checkpoint.
     """
     return {
         "RAY_JOB_STOP_WAIT_TIME_S": str(stop_wait_s),

@@ -33,7 +33,7 @@ _MAX_ROW_BYTES = 64 * 2**20
 def find_files(sources: Iterable[str], setting: str = "data.train") -> list[str]:
     """Return the data files that paths, directories, globs and fsspec URLs stand for, in order.
 
-    Relative paths stay relative. Errors name ``setting``.
+    Relative paths stay relative. Errors name ``setting``, the field that the sources come from.
 
     Raises:
         UserError: a source is missing, holds no data file, or is of an unknown kind.

@@ -42,10 +42,10 @@ def control_tokens(
 ) -> dict[int, AddedToken]:
     """Return the added tokens that structure a prompt, by id.
 
-    These are the special tokens, others of the form ``<|...|>``, those with the given ids, such as
-    end tokens that only a configuration names, and, ``with_tags``, of the rest the tags that the
-    chat template mentions, such as ``<tool_call>``. All other added tokens, such as runs of white
-    space, are ordinary text.
+    These are the special tokens, others of the form ``<|...|>``, those with the given ``ids``, such
+    as end tokens that only a configuration names, and, if ``with_tags``, the tags that the chat
+    template mentions, such as ``<tool_call>``. Any other added token, such as a run of white space,
+    is ordinary text.
     """
     known: dict[int, AddedToken] = tokenizer.backend_tokenizer.get_added_tokens_decoder()
     named = {*tokenizer.all_special_ids, *ids}
@@ -138,8 +138,8 @@ class PromptEncoder:
     ) -> list[int]:
         """Render a conversation by `render_prompt` and return its token ids.
 
-        The tokenizer adds no special tokens by default, since a template usually writes them
-        itself. A long prompt is given up beyond ``max_tokens``.
+        Unless ``add_special_tokens``, the tokenizer adds none, since a template usually writes them
+        itself. A prompt of more than ``max_tokens`` is given up.
 
         Raises:
             UserError: see `render_prompt`; or the tokenizer takes a text for a control token.
@@ -174,7 +174,7 @@ class PromptEncoder:
     ) -> Encoded:
         """Return a text's token ids, none of which is a control token that the text spells.
 
-        With spans, this takes three times the memory.
+        If ``with_spans``, the spans are known, too, which takes three times the memory.
 
         Raises:
             UserError: the tokenizer takes the text for a control token.

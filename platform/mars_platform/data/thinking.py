@@ -26,9 +26,9 @@ def find_thinking_tokens(
 ) -> ThinkingTokens | None:
     """Return the tokens of a model that marks its thinking; None if it has none.
 
-    Both must be single tokens: a marker spelled in text cannot be told from text about markers.
-    With ``mentioned_only``, one of them has to be a control token, as it is if the chat template
-    mentions it; some tokenizers have both for the sake of another model of the family.
+    Begin and end must be single tokens: a marker spelled in text cannot be told from text about
+    markers. With ``mentioned_only``, one of them has to be a control token, as it is if the chat
+    template mentions it; some tokenizers have both for the sake of another model of the family.
     """
     ids = {token.content: key for key, token in tokenizer.added_tokens_decoder.items()}
     if THINKING_BEGIN not in ids or THINKING_END not in ids:

@@ -40,11 +40,11 @@ class OwnForward:
     def of(
         cls, model: PreTrainedModel, *, avoided: Collection[int] = (), most: int = _NUM_TOKENS
     ) -> OwnForward:
-        """Run the model's own forward pass over ``most`` tokens, with the attention of its family's
+        """Run the model's own forward pass over random tokens, with the attention of its family's
         file.
 
-        The model is in the mode of inference; its attention is still its own, and stays "eager".
-        The tokens leave out those to be avoided, such as the mask.
+        ``model`` is in the mode of inference; its attention is still its own, and stays "eager".
+        There are at most ``most`` tokens, and ids in ``avoided``, such as the mask's, are left out.
         """
         drawn = torch.randint(
             model.config.get_text_config().vocab_size,
@@ -61,9 +61,10 @@ class OwnForward:
     def check(self, way: str, compute: Callable[[], Tensor]) -> None:
         """Refuse the model if it gives other logits in another way.
 
-        The other way computes the logits [tokens or fewer, vocabulary] behind the leading tokens.
-        Half of the prefix, and half of the other tokens, have to agree: in a narrow type a mixture
-        of experts may choose another expert for a few tokens.
+        ``way`` names the other way, in which ``compute`` returns the logits, [tokens or fewer,
+        vocabulary], behind the leading tokens. Half of the prefix, and half of the other tokens,
+        have to agree: in a narrow type a mixture of experts may choose another expert for a few
+        tokens.
 
         Raises:
             UserError: the message names the family and the difference.

@@ -48,8 +48,8 @@ class Translation:
     def of(self, probability: float) -> float:
         """Return the threshold that means the same as one of ``probability``, in (0, 1].
 
-        It is interpolated between the knots, that of the first knot below it, and 1 for 1: plain AR
-        decoding is the same by any confidence.
+        Between the knots the threshold is interpolated; below the first knot it is that knot's; and
+        for 1 it is 1, because plain AR decoding is the same by any confidence.
         """
         index = bisect_left(self.probability, probability)
         if index == 0:

@@ -203,9 +203,9 @@ class Places:
     def __init__(
         self, total: int, per_key: int | None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Start with an empty queue for a total of places, which is known only to be this or less.
+        """Start with an empty queue for ``total`` places; there may turn out to be fewer.
 
-        A key may hold ``per_key`` of them; None shares them by what is free.
+        A key may hold at most ``per_key`` places; None shares them by what is free.
         """
         self._total = total
         self._per_key = per_key

@@ -285,7 +285,7 @@ class GenerationRequest(Body):
         """Likely tokens to report beside each output token; None for no log-probabilities."""
 
     def refuse_unsupported(self) -> None:
-        """Refuse fields that contradict each other, and those that `Body` refuses."""
+        """Refuse by an `ApiError` what `Body` refuses, and fields that contradict each other."""
         super().refuse_unsupported()
         if self.stream_options is not None and not self.stream:
             raise invalid_value(
@@ -369,7 +369,7 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
     def refuse_unsupported(self) -> None:
-        """Refuse fields that contradict each other, and those that `Body` refuses."""
+        """Refuse by an `ApiError` what `Body` refuses, and fields that contradict each other."""
         super().refuse_unsupported()
         if self.best_of not in (None, self.n or 1):
             reason = f"{self.best_of} differs from n, which is {self.n or 1}; leave it out"
@@ -449,7 +449,7 @@ class ChatCompletionRequest(GenerationRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def refuse_unsupported(self) -> None:
-        """Refuse fields that contradict each other, and those that `Body` refuses."""
+        """Refuse by an `ApiError` what `Body` refuses, and fields that contradict each other."""
         super().refuse_unsupported()
         limits = self.max_tokens, self.max_completion_tokens
         if None not in limits and limits[0] != limits[1]:

@@ -134,8 +134,8 @@ class OutputText:
         """Return the text that one pass's tokens release; if ``last``, also all held text.
 
         Tokens are examined one by one, so the end does not depend on how tokens are divided into
-        passes. If one token completes several strings, the one that ends first counts. Without the
-        span of each token and of the next one, thinking stays in the text.
+        passes. If one token completes several strings, the one that ends first counts. ``spans``
+        has the span of each token and of the next one; None leaves the thinking in the text.
         """
         parts, reasoning, offsets = "", "", list[int]()
         pairs = pairwise(spans) if spans else repeat((Span.ANSWER, Span.ANSWER))

@@ -36,8 +36,9 @@ _Found = TypeVar("_Found")
 class Line:
     """Threads for which work waits by turns among keys, of which none ever has all.
 
-    Each of the ``num`` threads has one turn at once. A key has less while others than it are
-    active, and then rests ``rest`` times as long as its turn took.
+    There are ``num`` threads, and as many turns at once. While ``has_others`` says that keys other
+    than a caller's are active, the caller's key has fewer, and rests after each turn for ``rest``
+    times as long as the turn took.
     """
 
     def __init__(

@@ -89,7 +89,7 @@ class Backend(Protocol):
     async def set_live_threshold(self, threshold: float | None) -> PublishedThreshold:
         """Set τ by hand for all requests that name none, including those that run now.
 
-        None gives it back to the autoscaler.
+        ``threshold`` is in (0, 1]; None gives τ back to the autoscaler.
         """
 
     async def autoscaler(self) -> Explanation | None:

@@ -177,7 +177,7 @@ class ReplicaBackend:
 
 
 def _prepare_move(request: Request, death: EngineDied, waited_s: float) -> None:
-    """Prepare a request, in place, of which the client has seen nothing for another replica.
+    """Prepare a request for another replica, in place; its client has seen nothing of it yet.
 
     A request that the fatal step may have held is tried once more, alone in its steps: in the first
     ones if it had no output, in all if nobody knows how much it had.

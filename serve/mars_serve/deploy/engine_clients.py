@@ -46,7 +46,7 @@ class EngineClients:
     def __init__(self, handle: DeploymentHandle, on_change: Callable[[], None]) -> None:
         """Know no replica yet; `start` changes that.
 
-        A replica that comes or goes, or has room for more requests, calls ``on_change``.
+        ``on_change`` is called when a replica comes or goes, or has room for more requests.
         """
         self._handle = handle
         self._on_change = on_change

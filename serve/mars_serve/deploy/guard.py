@@ -116,7 +116,7 @@ class ArrivalMiddleware:
 class ConnectionCounts:
     """Counts the open connections of a server, in all and by address.
 
-    A local one refuses connections of other machines.
+    With ``is_local``, connections of other machines are refused.
     """
 
     def __init__(self, limits: ConnectionLimits, *, is_local: bool) -> None:

@@ -85,7 +85,7 @@ class ConnectionLimits(NamedTuple):
         return {_VARIABLES[name]: str(value) for name, value in self._asdict().items()}
 
     def within(self, num_files: int, *, files_each: int = 2) -> ConnectionLimits:
-        """Return limits that a process keeps with a number of open files."""
+        """Return limits that a process with at most ``num_files`` open files can keep."""
         reserved = min(_RESERVED_FILES, num_files // 2)
         possible = max(1, (num_files - reserved) // files_each)
         connections = min(self.connections, possible)
@@ -224,10 +224,10 @@ def amendments(directory: Path, limits: ConnectionLimits) -> tuple[Amendment, ..
 def amended(config: str, directory: Path, limits: ConnectionLimits, before: str = "") -> str:
     """Return the configuration that Ray Serve wrote, with marsray's amendments.
 
-    It opens no listeners of its own, reports errors as JSON, by the files of `write_errors` in
-    ``directory``, notices each disconnected client and lost host, bounds what clients hold without
-    finishing a request, and includes all replicas that serve: if need be those of ``before``, which
-    this function returned last.
+    The result opens no listeners of its own, reports errors as JSON by the files that
+    `write_errors` wrote into ``directory``, notices each disconnected client and lost host, bounds
+    what clients hold without finishing a request, and includes all replicas that serve: if need be
+    those of ``before``, the previous result.
 
     Raises:
         CannotAmend: the configuration lacks what an amendment changes.

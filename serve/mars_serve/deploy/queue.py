@@ -163,7 +163,7 @@ class RequestQueue:
     def ended(self, lease: Lease, request: Request, num_output: int, num_hits: int) -> None:
         """Note that a lease's request has ended, and charge its key what it cost.
 
-        ``num_hits`` tokens of its prompt were cached.
+        The request got ``num_output`` tokens; ``num_hits`` tokens of its prompt were cached.
         """
         self._let_go(request.key)
         if num_output:

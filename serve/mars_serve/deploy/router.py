@@ -46,7 +46,10 @@ class Router:
     """Chooses replicas for the requests of one model."""
 
     def __init__(self, page_size: int | None, slack: int) -> None:
-        """Start without knowledge; without a page size, prefix caching is off. See `Placement`."""
+        """Start without knowledge; a ``page_size`` of None means that prefix caching is off.
+
+        ``slack`` is explained at `Placement`.
+        """
         self._page_size = page_size
         self._placement = Placement(slack, tokens_per_key=page_size or 0)
         self._known = frozenset[str]()
@@ -65,7 +68,7 @@ class Router:
             self._placement.retain(replicas)
 
     def choose(self, request: Request, engines: Mapping[str, Engine]) -> str:
-        """Return the replica for a request, of at least one engine that may get it.
+        """Return the replica for a request among ``engines``, those that may get it, at least one.
 
         Replicas that are overdue, or that failed with this request, are avoided if there are
         others.

@@ -107,7 +107,10 @@ def bucket(count: int) -> int:
 def build_batch(
     scheduled: Sequence[ScheduledRow], mask_token_id: int | None, multiple_of: int = 1
 ) -> StepBatch:
-    """Lay out a step of rows in order, padded to a bucket's length that ``multiple_of`` divides."""
+    """Lay out a step of ``scheduled`` rows, in order, padded to a bucket's length.
+
+    The length becomes a multiple of ``multiple_of``; rows with masks need ``mask_token_id``.
+    """
     ids: list[int] = []
     position_ids: list[int] = []
     scored: list[int] = []
@@ -149,8 +152,8 @@ def build_batch(
 def foreseen_batch(scheduled: Sequence[ScheduledRow], page_size: int) -> StepBatch | None:
     """Return the layout of the step behind one of rows that each get one token, ids left out.
 
-    It is a guess: a request may end, begin, or get masks or another page. If some row may accept
-    several tokens, there is none.
+    The layout is a guess: a request may end, begin, or get masks or another page. None is returned
+    if some row may accept several tokens.
     """
     rows: list[BatchRow] = []
     for each in scheduled:

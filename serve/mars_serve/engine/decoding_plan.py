@@ -40,7 +40,7 @@ class DecodingPlan:
 
     @classmethod
     def of(cls, options: DecodingOptions, span: Span, live: LiveDecoding) -> DecodingPlan:
-        """Plan steps of a span by a request's own mode and τ, or ``live`` if it gives no τ."""
+        """Plan steps of ``span`` by a request's own mode and τ, or ``live`` if it gives no τ."""
         checks_drafts, threshold = options.mode is Mode.EXACT, 1.0
         if options.mode is Mode.THRESHOLD:
             own = options.threshold_in(span)
@@ -56,12 +56,13 @@ class DecodingPlan:
         )
 
     def num_masks(self, block_size: int, num_left: int, outcome: int = 0) -> int:
-        """Return the most masks, up to the block size or another limit, that are of use for an
-        outcome.
+        """Return the most masks that are of use for ``outcome``, the number of drafts that are
+        right.
 
-        An outcome is a number of right drafts. A pass gives one token without masks, so masks past
-        the output tokens that are left would be wasted. In mode exact the next pass, which checks
-        what the masks propose, gives a token of its own, too.
+        ``block_size`` is the model's, or another limit. A pass gives one token without masks, so
+        masks past ``num_left``, the output tokens that may still be accepted, would be wasted. In
+        mode exact the next pass, which checks what the masks propose, gives a token of its own,
+        too.
         """
         given = outcome + (2 if self.checks_drafts else 1)
         most = block_size if self.window is None else min(self.window, block_size)

@@ -183,7 +183,7 @@ class Engine:
     def warm_up(self, on_progress: Callable[[int, int], None] | None = None) -> StepTimes:
         """Run steps of the sizes to come, and adapt windows to their times, which are returned.
 
-        Progress is the number of steps that have run, and that of all.
+        ``on_progress`` gets the number of steps that have run, and that of all.
         """
         times = self.measure_step_times(
             masks_apart=self.checkpoint.adapter is not None, on_progress=on_progress

@@ -120,6 +120,8 @@ class PagePool:
     def check_integrity(self, held: Iterable[list[int]]) -> None:
         """Prove that each page is free, cached or held, and has as many references as holders.
 
+        ``held`` has the pages of each holder.
+
         Raises:
             AssertionError: a page leaked or is held by mistake, or the index is wrong.
         """

@@ -16,8 +16,9 @@ _LEAST_S = 0.02
 """Seconds that prompts may always add to a step: a person hardly notices them, and a GPU computes
 a thousand positions of most models meanwhile."""
 _SMALLEST_STEPS = 2.0
-"""What prompts may add as a multiple of the smallest step with the prompt. Every part of a prompt
-reads the weights and its cached tokens anew; so that takes a third of the time at most."""
+"""Time that prompts may add to a step, as a multiple of that of the smallest step with the prompt.
+Every part of a prompt reads the weights and its cached tokens anew; this bound keeps such reading
+to a third of the time at most."""
 _ACTIVE_S = 10.0
 """Seconds for which a key counts as active after its latest request."""
 

@@ -34,7 +34,8 @@ def create_app(
 ) -> FastAPI:
     """Create the REST application over models by the names that requests give.
 
-    In Ray Serve, metrics name the replica, and Serve returns X-Request-Id itself.
+    ``replica`` is the name of the Ray Serve replica that runs the application; metrics bear it, and
+    Serve returns X-Request-Id itself. Outside Serve it is None.
 
     Raises:
         UserError: the keys or packages that the settings require are missing.

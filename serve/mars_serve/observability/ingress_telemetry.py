@@ -36,8 +36,8 @@ _QUEUED = MetricDefinition(
 class IngressTelemetry(Collector):
     """Metrics of one ingress replica: how requests ended, and how often they were moved.
 
-    Requests for models that are not named count as model "". The replica's name is unique among
-    those that one server is scraped for.
+    Requests for models that ``models`` lacks count as model "". ``replica`` is a name that is
+    unique among those that one server is scraped for.
     """
 
     def __init__(self, models: Collection[str], replica: str = "ingress") -> None:

@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 class RayMirror:
     """A collector's metrics as instruments of Ray; create it in an actor or a Serve replica.
 
-    Their module is ``ray.serve.metrics`` in a Serve replica, ``ray.util.metrics`` in another actor,
-    which need not load Ray Serve.
+    ``metrics`` is the module ``ray.serve.metrics`` in a Serve replica, ``ray.util.metrics`` in
+    another actor, which need not load Ray Serve.
     """
 
     def __init__(self, collector: Collector, metrics: ModuleType) -> None:

@@ -95,8 +95,9 @@ class ReplicaTelemetry(Collector):
     ) -> ReplicaReport:
         """Return what the replica reports; if its engine has died, its last figures.
 
-        It names the latest decision of its inner loop, if it has one, the version of the governor's
-        value that it has applied, whether τ was set by hand, and the measured pace, 0 if unknown.
+        ``decision`` is the latest of its inner loop, if any, ``live_version`` the version of the
+        governor's value that it has applied; ``is_pinned`` says whether τ was set by hand, and
+        ``pace`` is the measured one, 0 if unknown.
         """
         engine, condition = self._engine, self._engine.condition
         phase = Phase.DRAINING if condition.is_draining else Phase.READY

@@ -1,9 +1,9 @@
 """The engine process that `mars_serve.replica.engine_process` starts.
 
-It runs as ``python -m mars_serve.replica.engine_main FD PULSE``. ``FD`` is the file descriptor of
-its end of a socket pair, through which an `EngineStart` arrives first, and ``PULSE`` that of the
-memory of its `Pulse`. An engine that is forked from `mars_serve.replica.engine_template` runs what
-stands here, too.
+The process runs ``python -m mars_serve.replica.engine_main FD PULSE``. ``FD`` is the file
+descriptor of its end of a socket pair, through which an `EngineStart` arrives first, and ``PULSE``
+that of the memory of its `Pulse`. An engine that is forked from
+`mars_serve.replica.engine_template` runs what stands here, too.
 """
 
 from __future__ import annotations

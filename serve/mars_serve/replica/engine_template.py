@@ -1,10 +1,10 @@
 """The template process, whose forks are the engines of a node's equal replicas.
 
-It runs as ``python -m mars_serve.replica.engine_template LISTENER KEEPER``, with the file
+The process runs ``python -m mars_serve.replica.engine_template LISTENER KEEPER``, with the file
 descriptors of a listening Unix socket and of a process (a pidfd). On the first order it loads an
 engine and warms it up. From then on an engine is there within a fraction of a second, with what was
-measured, and all share the memory of the weights. The template itself runs no requests. It ends
-with its keeper, or some time after the last of its engines, which do not need it.
+measured, and all share the memory of the weights. The template runs no requests; it ends with
+its keeper, or some time after the last of its engines, which do not need it.
 
 A fork has none of its parent's threads, and a matrix library would wait for its own for ever. So
 the engine is loaded in a thread with which they end, and the main thread, which forks, has none.

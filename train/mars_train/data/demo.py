@@ -27,7 +27,7 @@ def write_demo_data(
     """Write ``train.jsonl`` and ``eval.jsonl``, which share no question.
 
     Held-out questions are distinct. Training questions may repeat, because some kinds have only
-    some hundreds. Progress is the number of tasks drawn, and that of all.
+    some hundreds. ``on_progress`` gets the number of tasks drawn, and that of all.
 
     Raises:
         UserError: the directory has data already or cannot be made, or there are fewer distinct

@@ -96,8 +96,8 @@ def refuse_bad_data(
 ) -> None:
     """Refuse data without a usable row or with more bad ones than the recipe allows.
 
-    The message shows the first ``file:line: reason`` of ``dropped``, and the file that lists them
-    all.
+    ``dropped`` has ``file:line: reason`` of bad rows, of which the message shows the first; it also
+    names ``report``, the file that lists them all, if there is one.
 
     Raises:
         UserError: no row is usable, or more are bad than allowed.

@@ -232,7 +232,7 @@ def block_offsets(
 ) -> NDArray[np.int64]:
     """Return the offset of each row's block borders in an epoch: int64 [rows] below ``block_size``.
 
-    That is the size of all rows' blocks, or of each row's, int64 [rows].
+    ``block_size`` is the size of all rows' blocks, or of each row's, int64 [rows].
     """
     limits = np.asarray(block_size).astype(np.uint64)
     return (_hash(_OFFSET, seed, epoch, rows) % limits).astype(np.int64)

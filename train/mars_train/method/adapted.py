@@ -118,9 +118,9 @@ class _CleanStream:
 
 
 def _select(batch: Batch, wanted: Tensor, multiple_of: int) -> _Stream:
-    """Select the slots of a stream, bool [rows, slots], padded to the longest row.
+    """Select the slots that are ``wanted``, bool [rows, slots], padded to the longest row.
 
-    The length is rounded up to ``multiple_of``, and at least one slot; padding is never selected.
+    The length is a multiple of ``multiple_of``, and at least one slot; padding is never selected.
     """
     wanted = wanted & (batch.documents != PADDING_DOCUMENT)
     counts = wanted.sum(dim=1, keepdim=True)  # [rows, 1]

@@ -107,7 +107,7 @@ class Objective(nn.Module):
     def forward(self, batch: Batch, *, on_policy: bool = False) -> LossSums:
         """Return the loss sums of one packed batch; without labels, zeros that have gradients.
 
-        On policy, masks learn from the model's scores of its own drafts; see `_scored`.
+        With ``on_policy``, masks learn from the model's scores of its own drafts; see `_scored`.
         """
         hidden = self._hidden_states(batch)
         masked = batch.depths > 0

@@ -83,8 +83,8 @@ class _Job:
 class Generation:
     """A stage of objective generate in a run.
 
-    A call of ``share`` makes model and data available to writers and returns them for
-    `fetch_shared`, model first. Results of finished stages are on local disk.
+    ``share`` makes ``model`` and ``data`` available to writers and returns them for `fetch_shared`,
+    model first. ``results``, on local disk, has the results of finished stages.
     """
 
     recipe: Recipe

@@ -56,8 +56,8 @@ def shown_progress(
 ) -> Iterator[ActorHandle[Any]]:
     """Create a notice board and show its content on the console during the block.
 
-    Twice a second ``stop_wanted`` is called; once it returns True, the workers are asked to stop.
-    The work of the stages that follow, as a multiple of this one's, is ``to_come``.
+    ``stop_wanted`` is called twice a second; once it returns True, the workers are asked to stop.
+    ``to_come`` is the work of the stages that follow, as a multiple of this one's.
     """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     # Without affinity Ray may place an actor of no CPU on a node that leaves during the run.

@@ -26,8 +26,8 @@ def add_adapter(
 ) -> Checkpoint:
     """Attach a new adapter to a model, in place, and return the checkpoint with it.
 
-    Its tokenizer names the mask token. Users know the model by ``base``; the provenance is facts
-    about the run.
+    The checkpoint's tokenizer names the mask token. ``base`` is the model's directory or hub id, to
+    tell users; ``provenance`` has facts about the run.
 
     Raises:
         UserError: the model lacks a target module.

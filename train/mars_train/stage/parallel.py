@@ -35,7 +35,7 @@ class Workers:
     def wrap(self, model: nn.Module, layer_classes: Iterable[str]) -> nn.Module:
         """Wrap a model with float32 weights such that its gradients are averaged over all workers.
 
-        FSDP2 shards modules of the named classes as units.
+        ``layer_classes`` names the classes whose modules FSDP2 shards as units.
         """
         if self._strategy == "ddp" or self.num_workers == 1:
             wrapped = self._accelerator.prepare_model(model)

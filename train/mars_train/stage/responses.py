@@ -112,8 +112,9 @@ def append_responses(
     rows: NDArray[np.int64],
     responses: Sequence[Sequence[int]],
 ) -> None:
-    """Add rows of the data, int64 [responses], with their responses, which are supervised, to a
-    store.
+    """Add rows of ``data`` with their responses, which are supervised, to a store.
+
+    ``rows``, int64 [responses], is the row of each response, which has at least one token id.
     """
     prompts = [prompt_of(data, int(row)) for row in rows]
     sizes = [(len(p), len(r)) for p, r in zip(prompts, responses, strict=True)]

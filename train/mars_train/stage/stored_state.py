@@ -17,9 +17,9 @@ CHECKPOINT_PREFIX = "step-"
 def refuse_other_run(
     recipe: Recipe, content: dict[str, Any], location: str, *, fingerprint: str | None = None
 ) -> None:
-    """Refuse a checkpoint, by the content of its `STATE_FILE`, of a run that trains another model.
+    """Refuse a checkpoint of a run that trains another model.
 
-    Data is not compared if the fingerprint of this run's is not known yet.
+    ``content`` is that of its `STATE_FILE`. Without a ``fingerprint``, data is not compared.
 
     Raises:
         UserError: the checkpoint's recipe or data is another; the message says in what.

@@ -114,7 +114,7 @@ class Storage:
     def save(self, name: str, write: Callable[[Path], None], group: WriterGroup) -> None:
         """Write a directory together with the group's other processes.
 
-        Each writes its own files into the directory that ``write`` is called with.
+        Each process writes its own files into the directory that ``write`` is called with.
 
         Raises:
             SaveFailed: on every process if any of them could not write; nothing is left behind.

@@ -105,7 +105,7 @@ class Adapter:
     def attach(self, model: PreTrainedModel) -> None:
         """Attach this adapter, with its weights, to the model that it belongs to, in place.
 
-        On a model without numbers, on the meta device, the adapter has none either.
+        If the weights of ``model`` are on the meta device, without numbers, so are the adapter's.
 
         Raises:
             UserError: the weights are missing, damaged, or do not fit the model or the settings.
@@ -170,8 +170,10 @@ def save_adapter(
     tokenizer: PreTrainedTokenizerBase,
     metadata: AdapterMetadata,
 ) -> None:
-    """Write the adapter that is attached to a model, and nothing of the model's own weights, into
-    an existing directory; `read_adapter` and peft read it.
+    """Write the adapter of a model, but not the model's own weights, into a directory that exists.
+
+    `read_adapter` and peft read it. ``tokenizer`` has the mask token; ``metadata`` is for
+    ``mars.json``.
     """
     settings = adapter_settings(model)
     names = {id(module): name for name, module in model.named_modules()}
@@ -194,7 +196,7 @@ def save_adapter(
 
 
 def identify_base(path: Path, tokenizer: PreTrainedTokenizerBase, name: str) -> BaseIdentity:
-    """Return what binds an adapter to the model in a directory, which users know by ``name``.
+    """Return what binds an adapter to the model in ``path``, which users know by ``name``.
 
     Raises:
         UserError: a file of the model is damaged.

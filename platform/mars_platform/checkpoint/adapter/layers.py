@@ -34,15 +34,15 @@ class MaskGate:
         """int64 [masks], indices of the mask positions among all positions of the pass."""
 
     def set(self, is_mask: Tensor) -> None:
-        """Set the gate for the next pass: bool [...], whether each input token is the mask."""
+        """Set the gate for the next pass to the tokens where ``is_mask``, bool [...], is True."""
         self.rows = is_mask.flatten().nonzero().squeeze(-1)
 
 
 class GatedEmbedding(nn.Module):
     """An input embedding in which the mask token has a row of the adapter's own.
 
-    The mask's id may lie past the rows of the model's own embedding. Its row starts as
-    ``mask_row``, [1, width].
+    ``mask_token_id`` may lie past the rows of ``base_layer``, the model's own embedding. The mask's
+    row starts as ``mask_row``, [1, width].
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class GatedEmbedding(nn.Module):
 
 
 class GatedLinear(nn.Module):
-    """A linear layer with a low-rank product, times ``scale``, that is added at the gate's
-    positions.
+    """A linear layer to which a product of rank ``rank``, times ``scale``, is added at the
+    positions that ``gate`` names.
     """
 
     def __init__(self, base_layer: nn.Linear, gate: MaskGate, rank: int, scale: float) -> None:
@@ -151,9 +151,10 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def fill_adapter(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
-    """Copy weights by peft's names into a model's adapter, converted to its number type.
+    """Copy ``tensors``, weights by peft's names, into a model's adapter, converted to its number
+    type.
 
-    Errors name ``source``, the weights' origin.
+    Errors name ``source``, the origin of the weights, such as a file.
 
     Raises:
         UserError: a weight is missing, has another shape than the model's layers need, belongs to

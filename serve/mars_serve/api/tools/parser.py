@@ -94,7 +94,8 @@ class JsonNesting:
 class ToolParser(ABC):
     """Parser of one output; its text contains no special tokens except the tags of calls.
 
-    If calls are forced, the output has no content; if they are not parallel, only the first counts.
+    ``names`` are the tools that the request offers. Unless ``is_parallel``, only the first call
+    counts; if ``is_forced``, the output has no content.
     """
 
     def __init__(
@@ -214,9 +215,9 @@ class ToolParser(ABC):
     def _call_object(self, *, any_name: bool) -> ReadsWhether:
         """Parse a call written as a JSON object whose opening brace was read.
 
-        It may name an unknown tool only if ``any_name``. If the object turns out to be no call, it
-        is released. Usually the name comes first, and the arguments are passed on as they arrive. A
-        ``<`` outside a string ends the object, since it can only begin a tag.
+        The call may name an unknown tool only if ``any_name``. If the object turns out to be no
+        call, it is released. Usually the name comes first, and the arguments are passed on as they
+        arrive. A ``<`` outside a string ends the object, since it can only begin a tag.
         """
         nesting, text, is_first = JsonNesting(), ["{"], True
         while nesting.depth:

@@ -69,7 +69,8 @@ def prepare_tools(
 ) -> RequestTools | None:
     """Prepare a request's tools for its model; None if the model may call none.
 
-    By default it may call any, and several in a turn. Its chat template shows how it writes calls.
+    By default, the model may call any tool, and several in a turn. The chat template of
+    ``checkpoint`` shows how calls are written.
 
     Raises:
         ApiError: status 400: the choice names an unknown tool, a definition is unusable, or the

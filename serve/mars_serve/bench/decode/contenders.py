@@ -53,8 +53,8 @@ def build_engine(
 ) -> Engine:
     """Build an engine with pages for any ``batch`` of the requests, and warm it up.
 
-    The engine gets a copy of the model. Draws replace the acceptance rule. Steps of mode exact are
-    wider.
+    The engine gets a copy of the model. ``draws``, if any, replace the acceptance rule. With
+    ``exact``, steps of mode exact, which are wider, are expected.
     """
     settings = settings_with_room(
         model.checkpoint,
@@ -90,7 +90,7 @@ def decode_with_engine(
 ) -> DecodedRun:
     """Decode with marsray's engine, which gets all requests at once and admits them as others end.
 
-    Their own ``max_tokens`` replace that of the options; the draws are those of the engine.
+    Each request's ``max_tokens`` replaces that of ``options``; ``engine`` was made with ``draws``.
 
     Raises:
         UserError: the engine fails a request.

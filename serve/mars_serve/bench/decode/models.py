@@ -113,9 +113,10 @@ def trained_model(
 
 
 def untrained_model(name: str, dtype: torch.dtype, device: str, seed: int) -> BenchModel:
-    """Return a model, by a preset or a ``config.json``, with its family's random weights.
+    """Return a model with random weights, as its family initialises them.
 
-    The last token id is the mask, the block size is 4, and there is no tokenizer and no end token.
+    ``name`` is a preset or a ``config.json``. The last token id is the mask, the block size is 4,
+    and there is no tokenizer and no end token.
 
     Raises:
         UserError: there is no such preset or file, or the family is not supported.

@@ -163,10 +163,9 @@ class Draws:
 
 
 def agreeing(agreement: float, most: int) -> AcceptanceDistribution:
-    """Return the distribution in which each of at most ``most`` drafts is equally likely to be
-    right.
+    """Return the distribution in which each of at most ``most`` drafts is equally likely right.
 
-    The agreement, in [0, 1], is that of a draft if all before it are right.
+    ``agreement``, in [0, 1], is the probability that a draft is right if all before it are.
     """
     shares = {right + 1: agreement**right * (1 - agreement) for right in range(most)}
     return AcceptanceDistribution(

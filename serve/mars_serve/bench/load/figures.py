@@ -190,7 +190,7 @@ def client_figures(
 def samples_of(
     sent: Sequence[SentRequest], live: Sequence[LiveView], duration_s: float
 ) -> list[LoadSample]:
-    """Return a sample for each second of a test, with the last view of the server in it."""
+    """Return a sample for each second of a test, with the last of the ``live`` views in it."""
     seconds = range(math.floor(duration_s / _SAMPLE_S) + 1) if sent else range(0)
     by_second: dict[int, list[SentRequest]] = {}
     for each in sent:

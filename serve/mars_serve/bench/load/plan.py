@@ -100,11 +100,11 @@ def read_questions(path: Path, most: int) -> list[Question]:
 def made_up_requests(
     trace: Sequence[TraceRequest], speedup: float, max_length: int
 ) -> list[PlannedRequest]:
-    """Plan requests with the trace's lengths, cut to what the model takes, prompt and output
-    together.
+    """Plan requests with the trace's lengths, cut to what the model takes.
 
-    An output is cut to the room behind its prompt, or to half of the model's length if that is
-    more; the prompt is then cut to the rest.
+    The model takes ``max_length`` tokens, at least 2, prompt and output together. An output is cut
+    to the room behind its prompt, or to half of the model's length if that is more; the prompt is
+    then cut to the rest.
     """
     requests = []
     for index, each in enumerate(trace):
@@ -133,7 +133,8 @@ def question_requests(
 ) -> list[PlannedRequest]:
     """Plan requests at the trace's times that ask the questions in turn, over and over.
 
-    Each question has the tokens of its prompt. Without ``max_tokens``, outputs are the trace's.
+    ``questions`` come with their prompts' numbers of tokens. Without ``max_tokens``, outputs have
+    the trace's.
 
     Raises:
         UserError: a question leaves no room for an output; names file and line.

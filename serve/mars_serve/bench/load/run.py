@@ -56,6 +56,8 @@ class LoadTest:
 def run_load(options: LoadOptions, on_progress: Callable[[int, int, str], None]) -> LoadTest:
     """Run a load test; an interrupt while it sends ends it early, with figures up to then.
 
+    ``on_progress`` is that of `Replay`.
+
     Raises:
         UserError: an option, the trace or the data is bad, an output file could not be written, or
             the server cannot be used.

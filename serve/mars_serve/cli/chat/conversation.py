@@ -41,7 +41,7 @@ class ChatConversation:
         system: str = "",
         as_json: bool = False,
     ) -> None:
-        """Begin a conversation with an instruction, if ``system`` is not empty."""
+        """Begin a conversation, with the instruction ``system`` unless it is empty."""
         self.model = model
         self.choice = choice
         self.messages = list[Message]()

@@ -36,7 +36,7 @@ class RemoteModel:
     """A model of a server."""
 
     def __init__(self, url: str, key: str | None, model: str | None) -> None:
-        """Ask the server for its models; without a name, its only one is taken.
+        """Ask the server at ``url`` for its models; a ``model`` of None takes its only one.
 
         Raises:
             UserError: the server cannot be used, or it has no such model or several.

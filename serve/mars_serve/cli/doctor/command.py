@@ -96,8 +96,9 @@ def findings(checkpoint: Path | None, adapter: Path | None, port: int | None) ->
 
 
 def findings_of_child(group: str, model: Path | None, adapter: Path | None) -> list[Finding]:
-    """Run the checks of ``torch`` or ``Ray``, which may end or block the process that loads it, in
-    another.
+    """Run the checks of a library in a process of their own, which loading it may end or block.
+
+    ``group`` is the library's name, ``torch`` or ``Ray``.
     """
     command = [sys.executable, "-m", "mars_serve.cli.doctor.libraries", group]
     paths = [str(path or "") for path in (model, adapter)]

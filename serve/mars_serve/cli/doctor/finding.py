@@ -30,7 +30,7 @@ def guarded(name: str, check: Callable[[], Iterable[Finding]], remedy: str) -> I
     """Yield a check's findings, and one more if the check itself fails.
 
     Any error is caught, and told of: one broken part must not keep the other checks from running.
-    The remedy is for errors that name none.
+    ``remedy`` is for errors that name none.
     """
     try:
         yield from check()

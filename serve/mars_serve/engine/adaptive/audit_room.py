@@ -36,8 +36,9 @@ class AuditRoom:
     ) -> int:
         """Return the most positions of audits in the next step.
 
-        Beside other requests there are some only if none of those waits or computes a prompt, and
-        if steps take no longer with them. The running ones are those that have been admitted.
+        Beside other requests, audits get positions only if none of those waits or computes a
+        prompt, and if steps take no longer with them. ``running`` are the ``requests`` that have
+        been admitted.
         """
         others = [request for request in requests if not request.is_audit]
         if not others:

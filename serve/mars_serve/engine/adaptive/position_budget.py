@@ -18,7 +18,7 @@ class PositionBudget:
     """
 
     def __init__(self, most: int, least: int) -> None:
-        """Begin with ``most`` positions; the bound never falls below the least, with which any
+        """Begin with ``most`` positions; the bound never falls below ``least``, with which any
         request can go on.
         """
         self.positions = most

@@ -269,9 +269,9 @@ class _RankedMasks:
     ) -> _RankedMasks:
         """Rank the candidate masks of all rows.
 
-        Gains are the expected tokens of a mask for its row, ``[rows, depths]``. ``num_fixed`` masks
-        are fed in any case, and ``limits`` are the most candidates, ``[rows]`` each. Rows that
-        check drafts have candidates by outcome and depth.
+        ``gains``, [rows, depths], are a mask's expected tokens for its row. ``num_fixed`` masks are
+        fed in any case, and ``limits`` are the most candidates, [rows] each. ``of_outcomes`` has
+        the candidates of rows that check drafts, by outcome and depth.
         """
         num_rows, num_depths = gains.shape
         depths = np.arange(num_depths)

@@ -76,8 +76,8 @@ class GatheredAttention:
     ) -> None:
         """Reserve pages for committed tokens, and room for rows of at most ``max_masks`` masks.
 
-        Batch invariance attends each position by itself in calls of one shape, so that no bit of
-        its result depends on the other positions of the step.
+        If ``batch_invariant``, each position is attended by itself in calls of one shape, so that
+        no bit of its result depends on the other positions of the step.
         """
         self.page_size, self.num_pages = page_size, num_pages
         self._shape, self._device, self._dtype = shape, device, dtype
@@ -263,7 +263,7 @@ class GatheredAttention:
     def _for_keys_and_values(self, indices: NDArray[np.int64], per_head: int) -> NDArray[np.int64]:
         """Append to indices into a layer's keys the same ones into its values, which lie behind.
 
-        They count whole head pages, or slots of a head, of which a page of a head has ``per_head``.
+        ``indices`` count units, whole head pages or slots: ``per_head`` in one page of one head.
         """
         num_keys = self._pages.shape[2] * self._shape.num_heads * per_head
         return np.concatenate([indices, indices + num_keys])

@@ -59,7 +59,11 @@ class PagedAttention:
         device: torch.device,
         tiling: Tiling | None = None,
     ) -> None:
-        """Reserve pages for committed tokens; by default, steps are cut as suits the device."""
+        """Reserve ``num_pages`` pages, each for ``page_size`` committed tokens.
+
+        ``num_query_heads`` is a multiple of the key/value heads. ``tiling`` says how steps are cut
+        into pieces, by default as suits the device.
+        """
         if device.type == "cuda":
             from mars_serve.engine.kernels import gpu  # noqa: F401 -- adds all kernels of a step
         self.page_size = page_size
@@ -88,9 +92,9 @@ class PagedAttention:
         ]
 
     def pack(self, batch: StepBatch, shape: StepShape, numbers: Numbers) -> None:
-        """Write a step's metadata, padded to a shape that holds it, for `unpack`.
+        """Write a step's metadata, padded to ``shape``, which holds it, for `unpack`.
 
-        The numbers, int64 [sum of `sizes`], are overwritten.
+        ``numbers``, int64 [sum of `sizes`], is overwritten.
         """
         numbers.fill(0)
         ends = accumulate(self.sizes(shape), initial=0)

@@ -127,9 +127,10 @@ class Rows:
 
 
 def plan(rows: Rows, shape: StepShape, tiling: Tiling, pieces: Numbers, combine: Numbers) -> None:
-    """Cut a step into pieces, by a shape that holds it.
+    """Cut a step into pieces and say how they are combined.
 
-    Both arrays are zeros to be filled: [most pieces, PIECE_FIELDS] and [positions, COMBINE_FIELDS].
+    ``shape`` holds the step. The results are written to ``pieces``, [most pieces, PIECE_FIELDS],
+    and ``combine``, [positions, COMBINE_FIELDS], which have to be zeros.
     """
     tiles = _tiles(rows, shape.num_positions, tiling.tile(shape))
     _, first, end, start, num_cached = tiles.T

@@ -32,7 +32,7 @@ def choose_attention(
 ) -> Attention:
     """Return a backend that reads pages in place if a kernel can, and one that gathers them if not.
 
-    The model is on its device and in its type; a row has at most ``max_masks`` masks.
+    ``model`` is on its device and in its type. A row has at most ``max_masks`` masks.
     """
     shape = KeyValueShape.of(model.config)
     device, dtype = model.device, model.dtype

@@ -13,8 +13,9 @@ from mars_serve.engine.settings import CPU_PAGES, EngineSettings
 def num_pages(settings: EngineSettings, shape: KeyValueShape, model: PreTrainedModel) -> int:
     """Return the number of pages that the settings give or the device's memory allows.
 
-    On a GPU it is that of the memory that is free, beside the model on it, and within this
-    process's share of the device, as `torch.cuda.set_per_process_memory_fraction` has set it.
+    On a GPU, pages fill the memory that is free once ``model`` is on it, within this process's
+    share of the device, as `torch.cuda.set_per_process_memory_fraction` has set it. ``shape`` is
+    the size of the model's keys and values.
 
     Raises:
         UserError: the memory does not hold one page.

@@ -56,9 +56,10 @@ class FixedLinear(nn.Module):
     def __init__(
         self, base_layer: nn.Linear, down: Tensor, up: Tensor, scale: float, gate: StepGate
     ) -> None:
-        """Add a product to a layer: ``scale`` times ``up``, [out_features, rank], times ``down``.
+        """Add ``scale`` times the product of ``up`` and ``down`` to a layer, at the gate's
+        positions.
 
-        That is [rank, in_features]; both are contiguous.
+        ``down`` is [rank, in_features], ``up`` is [out_features, rank]; both are contiguous.
         """
         super().__init__()
         self.base_layer, self.scale, self.gate = base_layer, scale, gate
@@ -126,7 +127,7 @@ def fix_shapes(model: PreTrainedModel) -> None:
 def with_adapters(merged: nn.Linear, layers: list[Any]) -> nn.Linear | FixedLinear:
     """Add the products of layers to the layer that they were merged into, as a single product.
 
-    That has the rows of all layers in order, of which some, all or none are a `FixedLinear`.
+    ``merged`` has the rows of all ``layers``, in order; some, all or none are a `FixedLinear`.
     """
     adapted = [each for each in layers if isinstance(each, FixedLinear)]
     if not adapted:

@@ -30,9 +30,9 @@ def why_unmerged(model: PreTrainedModel) -> str | None:
 
 
 def merge_layers(model: PreTrainedModel, attention: PagedAttention) -> None:
-    """Replace the layers of a model, for which `why_unmerged` returns None, one by one.
+    """Replace a model's layers one by one, so that at most one layer is held twice.
 
-    So one layer is held twice at most.
+    `why_unmerged` has to return None for ``model``; ``attention`` owns the KV cache.
     """
     layers = model.base_model.layers
     for index in range(len(layers)):
@@ -58,7 +58,7 @@ class MergedDecoder:
     def __call__(self, ids: Tensor, position_ids: Tensor, metadata: Any) -> Tensor:
         """Return the last layer's hidden states, [positions, hidden_size].
 
-        Token and position ids are int64 [positions], the metadata that of attention.
+        ``ids``, of tokens, and ``position_ids`` are int64 [positions]; ``metadata`` is attention's.
         """
         # The model's own function knows all rope types; in float32 it rounds nothing.
         cos, sin = self._rotary(self._float, position_ids[None])

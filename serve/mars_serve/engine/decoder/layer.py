@@ -46,8 +46,9 @@ class MergedLayer(nn.Module):
     ) -> Tensor:
         """Run the layer up to its last sum, which the next layer's norm computes.
 
-        All are [positions, hidden_size]: ``added``, if any, is still to be added to ``residual``,
-        which is overwritten, and so is what is returned.
+        ``residual``, ``added`` and the result are [positions, hidden_size]. ``added``, if any, is
+        still to be added to ``residual``, which is overwritten; so is the result. ``rotation`` and
+        ``metadata``, attention's, are those of the step.
         """
         merged = self.qkv(_norm(self.attention_norm, residual, added))
         attended = self.output(self._attend(merged, rotation, metadata))
@@ -84,7 +85,8 @@ def _norm(norm: Any, residual: Tensor, added: Tensor | None) -> Tensor:
 def merge(parent: nn.Module, names: tuple[str, ...]) -> nn.Linear | FixedLinear:
     """Merge linear layers of a module into one, with their adapters, and take them from the module.
 
-    They have equal numbers of columns, and all or none a bias. Their rows are merged in order.
+    ``names`` are the layers' attributes in ``parent``, in the order of the merged rows. All layers
+    have equal numbers of columns, and all or none a bias.
     """
     layers = [parent.get_submodule(name) for name in names]
     own: list[Any] = [each.base_layer if isinstance(each, FixedLinear) else each for each in layers]

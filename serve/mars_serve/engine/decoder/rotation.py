@@ -23,8 +23,8 @@ def settle_rotation(model: PreTrainedModel) -> None:
     """Have a model rotate, in place, by the same frequencies in every forward pass.
 
     With longrope these are the long ones if the model takes more tokens than it was first trained
-    on, as in vLLM, and else the short ones. Those of dynamic change only beyond the most tokens
-    that the model takes, and no request is longer.
+    on, as in vLLM, and else the short ones. With dynamic, frequencies change only beyond the most
+    tokens that the model takes, and no request is longer.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)

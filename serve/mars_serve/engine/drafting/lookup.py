@@ -43,8 +43,9 @@ class LookupDrafter:
     """Drafts for the requests of one engine from their own text. Not thread-safe."""
 
     def __init__(self, num_drafts: int, max_drafts: int) -> None:
-        """Start without requests; of ``max_drafts`` in a step, ``num_drafts`` may come from the
-        text.
+        """Start without requests.
+
+        A request has at most ``max_drafts`` drafts in a step, ``num_drafts`` of them from its text.
         """
         self._num_drafts, self._max_drafts = num_drafts, max_drafts
         self._shared = MatchChances()
@@ -56,9 +57,9 @@ class LookupDrafter:
         """Complete the drafts of a request whose tokens have grown, or replace them.
 
         Behind the drafts of the request's own masks, or in their place, come those that its text
-        suggests, whichever are expected to give more tokens. Earlier drafts of the tokens to come,
-        behind one that was wrong, are ``rejected``. A draft less likely than ``least_chance``, with
-        those before it, would not be fed.
+        suggests, whichever are expected to give more tokens. ``rejected`` are earlier drafts of the
+        tokens to come, behind one that was wrong. A draft that is less likely than
+        ``least_chance``, with those before it, would not be fed.
         """
         text = self._texts.get(request.id)
         if text is None:
@@ -134,7 +135,8 @@ class _Text:
     ) -> _Suggestion | None:
         """Return what is likely to follow the text, alone or behind the drafts of masks, if any.
 
-        At most ``most`` tokens are returned, behind the drafts of masks ``most_behind``.
+        At most ``most`` tokens are returned, or ``most_behind`` behind ``own``, the drafts of
+        masks.
         """
         if self._index.num_indexed < len(tokens):
             return None  # a long prompt is indexed in several steps

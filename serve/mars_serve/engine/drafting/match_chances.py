@@ -23,8 +23,9 @@ class MatchChances:
     """
 
     def __init__(self, shared: MatchChances | None = None) -> None:
-        """Start without evidence, which is added to that of all requests, ``shared``, if there is
-        one.
+        """Start without evidence; observations also count for ``shared``, that of all requests.
+
+        For the evidence of all requests itself, ``shared`` is None.
         """
         self.of: list[float] = list(_PRIOR if shared is None else shared.of)
         """Estimate for each length from 0 to 16, and for `REJECTED`, strictly between 0 and 1."""
@@ -36,7 +37,7 @@ class MatchChances:
         self._tried = [0.0] * len(_PRIOR)
 
     def observe(self, length: int, *, is_right: bool) -> None:
-        """Count a match, up to 16 long or `REJECTED`, whose next token came again, or did not."""
+        """Count a match of ``length``, or `REJECTED`, and whether its next token came again."""
         prior = _PRIOR[length]
         if self._shared is not None:
             self._shared.observe(length, is_right=is_right)

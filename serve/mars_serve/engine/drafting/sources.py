@@ -13,7 +13,7 @@ class DraftSources:
     """
 
     def __init__(self, num_lookup_drafts: int, window: int) -> None:
-        """Start without requests; see `EngineSettings`."""
+        """Start without requests; ``num_lookup_drafts`` is explained in `EngineSettings`."""
         self.max_drafts = max(window, num_lookup_drafts)
         """Most drafts of a request in a step, those of masks included."""
         self._lookup = None
@@ -21,10 +21,11 @@ class DraftSources:
             self._lookup = LookupDrafter(num_lookup_drafts, self.max_drafts)
 
     def take(self, request: Request, num_new: int, own: list[Draft], least_chance: float) -> None:
-        """Give a request, which got ``num_new`` tokens, the drafts of the next step.
+        """Give a request, which got ``num_new`` tokens in the last step, the drafts of the next
+        one.
 
-        It still has those of the last step. Own ones are from the model's masks. A draft less
-        likely than ``least_chance``, with those before it, is not fed.
+        ``request`` still has the drafts of the last step; ``own`` come from the model's masks. A
+        draft that is less likely than ``least_chance``, with those before it, is not fed.
         """
         before, plan = request.drafts, request.plan
         if plan.checks_drafts:

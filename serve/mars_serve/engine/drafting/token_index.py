@@ -41,7 +41,7 @@ class TokenIndex:
         return len(self._older)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Index places of a text, given in whole, that has grown, up to 2048, but not its end."""
+        """Index up to 2048 more places of the whole text ``tokens``, but not its end."""
         first, newest, older, mask = self.num_indexed, self._newest, self._older, self._mask
         for place in range(first, min(len(tokens), first + _MAX_INDEXED)):
             key = _hash(tokens[place - 2], tokens[place - 1]) & mask
@@ -49,10 +49,11 @@ class TokenIndex:
             newest[key] = place
 
     def longest_match(self, tokens: Sequence[int], end: Sequence[int]) -> tuple[int, int]:
-        """Find the newest indexed place before which most tokens agree with the end of a text.
+        """Return the newest indexed place before which most tokens agree with ``end``, and how many
+        do.
 
-        The end may include drafts behind the text. The number of tokens that agree is returned,
-        too; two zeros mean that not even two do.
+        ``end`` are the last tokens of the text, or drafts behind them, too. Two zeros are returned
+        if not even two tokens agree.
         """
         best = length = 0
         if len(end) >= _RUN:

@@ -53,7 +53,7 @@ class Accepted:
 def accept(row: ScheduledRow, tokens: list[int], confidences: list[float], count: int) -> Accepted:
     """Accept tokens of a row that read logits, from the proposals of all its reads.
 
-    Of the direct reads, ``count`` are accepted, as `num_accepted` returns it.
+    The first ``count`` direct reads, as `num_accepted` returns it, are accepted.
     """
     by_rule = _by_check if row.request.plan.checks_drafts else _by_confidence
     result = by_rule(row, tokens, confidences, count)
@@ -75,7 +75,7 @@ def num_accepted(row: ScheduledRow, tokens: list[int], confidences: list[float])
 
 
 def num_sure(confidences: list[float], threshold: float) -> int:
-    """Count the leading confidences, from float32 numbers, that reach τ as a number like them."""
+    """Count the leading ``confidences`` that reach τ, all compared as float32 numbers."""
     least = float(np.float32(threshold))
     return len(list(takewhile(least.__le__, confidences)))
 

@@ -69,7 +69,8 @@ class Forward(Protocol):
     ) -> ForwardOutput:
         """Run the model over a step.
 
-        The reads, if any, are on the host; the next tokens are those behind each scored position.
+        ``reads`` is on the host, None if no logits are read. ``next_tokens`` has the token behind
+        each position that ``batch`` scores.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -214,7 +215,7 @@ class GraphedForward:
     """Runs the model with paged attention, by a captured graph if the step fits one."""
 
     def __init__(self, model: PreTrainedModel, attention: PagedAttention, banned: Tensor) -> None:
-        """Take a model; see `StepFunction`. Tokens that are never emitted are int64 [banned]."""
+        """Take a model; see `StepFunction`. ``banned``, int64 [banned], is never emitted."""
         self._device, self._attention = model.device, attention
         self._function = StepFunction(model, attention)
         self._sizes: GraphSizes | None = None
@@ -234,10 +235,10 @@ class GraphedForward:
         capture: Capture,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> CapturedGraphs:
-        """Capture the shapes of steps up to limits, the largest first, so that all share its
+        """Capture the shapes of steps within ``sizes``, the largest first, so that all share its
         memory.
 
-        Progress is the number of captured shapes, and that of all.
+        ``on_progress`` gets the number of captured shapes, and that of all.
         """
         begin, free = time.perf_counter(), _free_bytes(self._device)
         sizes = replace(sizes, has_adapter=self._function.is_gated)

@@ -67,7 +67,7 @@ class TiledLinear(nn.Module):
 def pack_linears(model: nn.Module, *, timed: bool = True) -> None:
     """Replace, in place, each linear layer on the CPU by its packed form if that is faster.
 
-    Untimed, every layer that can be packed is, so that each load gives the same numbers.
+    Unless ``timed``, each layer that can be packed is, so that each load gives the same numbers.
     """
     packs: dict[tuple[int, int], bool] = {}
     for parent, name, linear in _linears(model, (nn.Linear,)):

@@ -44,7 +44,7 @@ class Reads:
 def build_reads(rows: Sequence[ScheduledRow], temperatures: Sequence[float] | None) -> Reads:
     """Describe, with tensors on the CPU, the logits that rows read, in order.
 
-    Temperatures are divisors of the logits by calibration, from depth 0.
+    ``temperatures`` are divisors of the logits by calibration, from depth 0; None without one.
     """
     measures = [_measure(row) for row in rows]
     indices = np.array([_MEASURES[measure] for measure in measures], dtype=np.int64)

@@ -77,7 +77,7 @@ def fill(
 ) -> None:
     """Write a step's integers but those of attention; padded reads read position 0.
 
-    Arrays are at least as long as needed. The next tokens are those behind each scored position.
+    ``parts`` are at least as long as needed; ``next_tokens`` are those behind scored positions.
     """
     parts.ids[:], parts.position_ids[:] = batch.ids, batch.position_ids
     parts.scored[:], parts.next_tokens[:] = batch.scored, next_tokens

@@ -34,7 +34,8 @@ class StepFunction:
     ) -> Tensor:
         """Return the last layer's hidden states of all positions, [positions, hidden_size].
 
-        Token and position ids are int64 [positions]. An adapter acts only if there may be masks.
+        ``ids``, of tokens, and ``position_ids`` are int64 [positions]. An adapter acts only if
+        ``has_masks``, which says that ``ids`` may hold the mask.
         """
         if self._gate is not None:
             self._gate.set(ids if has_masks else None)

@@ -34,9 +34,9 @@ REFUSALS = (GrammarError, NoTokenLeft)
 
 
 def sampled_rows(rows: Sequence[ScheduledRow], grammars: StepGrammars) -> list[SampledRow]:
-    """Return the rows, of those that read logits, whose tokens are not simply the likeliest ones.
+    """Return the rows whose tokens are not simply the likeliest ones, cheap grammars first.
 
-    Those with cheap grammars come first.
+    ``rows`` are those that read logits, in order.
     """
     if all(row.request.options.is_plain for row in rows):
         return []
@@ -220,7 +220,7 @@ class Reports:
         """Pick the numbers to report, from what `reported` returned, and start to copy them to the
         host.
 
-        The proposals are int32 [reads, 2], tokens and bits of their confidences.
+        ``proposals`` are int32 [reads, 2], tokens and bits of their confidences.
         """
         found = {}
         for index, start in enumerate(first_reads(rows)[:-1] if log_probs else ()):
@@ -252,7 +252,7 @@ class Reports:
 def reported(logits: Tensor, rows: Sequence[ScheduledRow]) -> dict[int, Tensor]:
     """Return the log-probabilities of rows that report some: float32 [proposals, vocabulary].
 
-    The logits, of any float type, are raw: [reads, vocabulary].
+    ``logits`` are raw, float [reads, vocabulary]; ``rows`` are those that read them, in order.
     """
     if all(row.request.options.num_logprobs is None for row in rows):
         return {}

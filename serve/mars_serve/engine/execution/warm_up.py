@@ -58,10 +58,11 @@ class StepTimer:
         repeats: int,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> list[float]:
-        """Return the seconds of the quickest run of each step, of which functions make the rows.
+        """Return the seconds of the quickest run of each of ``steps``, functions that make rows.
 
-        Steps take turns, so that a busy time of the machine meets all of them. Long ones leave some
-        rounds out; progress is the number of runs so far, those left out included, and that of all.
+        Steps take turns, so that a busy time of the machine meets all of them. Long ones leave out
+        some of ``repeats`` rounds; ``on_progress`` gets the number of runs so far, those left out
+        included, and that of all.
         """
         taken: list[list[float]] = [[] for _ in steps]
         for done in range(repeats):
@@ -111,9 +112,9 @@ def measure_steps(
 ) -> StepTimes:
     """Measure the seconds of a step by its positions and cached tokens.
 
-    The timer's pool has no allocated pages, before and afterwards. The cost of reading a cached
-    token is measured in full batches of the narrowest and the widest rows, and interpolated between
-    them. Of ``repeats`` runs, fewer of long steps, the quickest counts.
+    The pool of ``timer`` has no allocated pages, before and afterwards. The cost of reading a
+    cached token is measured in full batches of the narrowest and the widest rows, and interpolated
+    between them. The quickest of ``repeats`` runs, fewer of long steps, counts.
     """
     pool = timer.pool
     grid = _Grid.of(pool, sizes)
@@ -185,8 +186,8 @@ def measure_prefill(
 ) -> float:
     """Measure the prompt tokens per second, by the wall clock, of steps with prompts alone.
 
-    They have ``num_tokens``, or as many as the pool holds, of requests of ``max_length`` at most.
-    Of ``repeats`` runs, fewer of a long step, the quickest counts.
+    A step has ``num_tokens``, or as many as the pool holds, of requests of ``max_length`` at most.
+    The quickest of ``repeats`` runs, fewer of a long step, counts.
     """
     pool = timer.pool
     num_tokens = min(num_tokens, pool.num_free * pool.page_size)

@@ -15,8 +15,8 @@ from torch import Tensor
 def add_rms_norm(residual: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """Add to the residual stream in place, and return its RMSNorm.
 
-    Both tensors are [positions, hidden_size], contiguous; without ``added`` nothing is added. The
-    weight is [hidden_size], and ``eps`` is added to the mean square.
+    ``residual`` and ``added`` are [positions, hidden_size], contiguous; None adds nothing.
+    ``weight`` is [hidden_size], and ``eps`` is added to the mean square.
     """
     normed: Tensor = torch.ops.marsray.add_rms_norm.default(residual, added, weight, eps)
     return normed
@@ -56,7 +56,8 @@ def rotate_and_write(
 def silu_mul(merged: Tensor) -> Tensor:
     """Return SiLU of the left half of the columns times the right half.
 
-    From [positions, 2 * intermediate_size], contiguous, to [positions, intermediate_size].
+    ``merged`` is [positions, 2 * intermediate_size], contiguous, and the result [positions,
+    intermediate_size].
     """
     product: Tensor = torch.ops.marsray.silu_mul.default(merged)
     return product

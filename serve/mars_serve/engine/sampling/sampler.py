@@ -446,7 +446,7 @@ def _sample(scores: Tensor, columns: _Columns, kind: _Kind) -> Tensor:
     with the highest sum of score and noise is tried. If it is not kept, neither are those behind
     it, and the best of those before it is tried. On average, that halves the probability left.
 
-    ``top_p`` keeps the tokens before which less than its share lies. That is transformers' rule,
+    ``top_p`` keeps the tokens before which less than its share lies. This is transformers' rule,
     but summed from the likeliest token on, where sums are more precise. The sums are the same in
     any order, and so in any batch, since their terms are multiples of 2**-52.
     """

@@ -33,7 +33,7 @@ _PATH_LENGTH = 200  # longest path in the log
 class RecordMiddleware:
     """Puts a record into ``request.state.record``, and counts, logs and traces ended requests.
 
-    The id is not echoed where the server around the application returns X-Request-Id itself, as Ray
+    With ``is_id_echoed``, X-Request-Id is returned by the server around the application, as Ray
     Serve does.
     """
 
