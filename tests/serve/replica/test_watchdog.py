@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,15 @@ def pulse() -> Pulse:
         return Pulse(descriptor)
     finally:
         os.close(descriptor)
+
+
+def test_a_pulse_needs_no_room_on_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    descriptor = Pulse.create()
+    one, other = Pulse(descriptor), Pulse(descriptor)
+    os.close(descriptor)
+    one.begin(3, 5)
+    assert other.step == (3, 5)
 
 
 def reader_of(pulse: Pulse, expected_s: float = 0.01, step_timeout_s: float = 30) -> PulseReader:

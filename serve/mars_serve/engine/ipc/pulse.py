@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 import time
 
 _SIZE = mmap.PAGESIZE
@@ -25,9 +24,9 @@ class Pulse:
     @staticmethod
     def create() -> int:
         """Return the file descriptor of new shared memory, without a beat; the caller closes it."""
-        with tempfile.TemporaryFile() as file:
-            file.truncate(_SIZE)
-            return os.dup(file.fileno())
+        descriptor = os.memfd_create("pulse")  # a write to a file on a full disk would be fatal
+        os.truncate(descriptor, _SIZE)
+        return descriptor
 
     def beat(self) -> None:
         """Show that the stepping thread is alive and runs no step."""
