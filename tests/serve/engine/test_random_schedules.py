@@ -224,12 +224,29 @@ _CROWDED = [Arrival(0, 1, length, DecodingOptions(24, Mode.AR), "", None) for le
 """Requests for which the first engine has too few pages, so that some are preempted."""
 
 
+_KINDS = [
+    replace(DecodingOptions(16, mode, None, window=window, thinking=thinking), **kind)
+    for mode, window in ((Mode.AR, None), (Mode.THRESHOLD, 3), (Mode.EXACT, None))
+    for thinking in (None, _THINKING[4])
+    for kind in ({}, {"sampling": Sampling(1.0, seed=1)}, {"grammar": _GRAMMARS[1]})
+]
+_EVERY_KIND = [
+    Arrival(step, 0, length, options, "", None)
+    for step, length in enumerate((5, 21, 21))
+    for options in _KINDS
+]
+"""Requests in all modes that run for long enough to see the live threshold move."""
+
+
 @pytest.mark.parametrize(
     "part", [1, *(pytest.param(part, marks=pytest.mark.full) for part in range(2, 6))]
 )
-@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=90, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(_LOOKED_UP, [0.95], len(SIZES) - 1)  # drawn schedules may hold few of these
 @example(_CROWDED, [1.0], 0)
+@example(_EVERY_KIND, [0.02, 0.05], 0)
+@example(_EVERY_KIND, [0.02, 0.05], 1)
+@example(_EVERY_KIND, [0.02, 0.05], len(SIZES) - 1)
 @given(st.lists(_ARRIVALS, min_size=1, max_size=8), _LIVE, st.integers(0, len(SIZES) - 1))
 def test_every_output_is_the_oracles(
     engines: list[Engine],
@@ -260,8 +277,8 @@ def test_every_output_is_the_oracles(
 def test_the_schedules_meet_what_they_are_about(engines: list[Engine], seen: Counter[str]) -> None:
     """Check, after the schedules, that they covered preemption, prefix hits and all windows.
 
-    Schedules are drawn anew in each run, and the number of drafts depends on timing, so the bounds
-    are far below the usual counts.
+    Schedules are drawn anew in each run and may miss any of it, so the explicit ones alone reach
+    every count. The number of drafts depends on timing: its bounds are far below the usual counts.
     """
     statuses = [engine.status() for engine in engines]
     assert statuses[0].num_preemptions > 3
