@@ -97,7 +97,6 @@ class Server:
     command: list[str]
     ready_path: str
     model: str
-    """Model that requests name."""
     modes: dict[str, dict[str, Any]] = field(default_factory=lambda: {"": {}})
     """Further fields of requests, by the mode that they choose."""
     environment: dict[str, str] = field(default_factory=dict)

@@ -227,10 +227,7 @@ class Frontier(Settings):
 
 
 def read_frontier(path: Path) -> Frontier:
-    """Read ``frontier.json`` from a checkpoint directory.
-
-    Args:
-        path: the directory, with the weights.
+    """Read ``frontier.json`` from a directory with the weights that it describes.
 
     Raises:
         UserError: the file is missing, damaged, of another version or of another model, or its

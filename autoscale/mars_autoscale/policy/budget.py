@@ -22,13 +22,9 @@ _RECOVERED_S = 60.0
 def added(
     losses: Losses, replicas: Sequence[ReplicaLoad], *, elapsed_s: float, now_s: float
 ) -> Losses:
-    """Return the losses of the last hour, including those since the last decision.
+    """Return the losses of the last hour, those of the ``elapsed_s`` since the last decision added.
 
-    Args:
-        losses: the losses up to the last decision.
-        replicas: their loads now.
-        elapsed_s: seconds since the last decision, at least 0.
-        now_s: the time; losses that are later than that, as the clock was put back, move to it.
+    Losses that are later than ``now_s``, as the clock was put back, move to it.
     """
     lost = _mean_loss(replicas) * elapsed_s
     # a minute counts until all of it is an hour old

@@ -49,7 +49,6 @@ class LengthCounts:
     limits: float = 0
     """Sum of their ``max_tokens``."""
     tokens: Spans = _NONE
-    """Output tokens."""
     passed: Spans = _NONE
     """Requests with more output than the span holds."""
     ended: Spans = _NONE
@@ -71,11 +70,7 @@ class LengthCounts:
         return self._with(other, 1.0, -1.0)
 
     def followed_by(self, new: LengthCounts) -> LengthCounts:
-        """Return counts in which these are weighted less, the more requests came since.
-
-        Args:
-            new: what was counted since.
-        """
+        """Return counts in which these are weighted less, the more requests came since."""
         return self._with(new, 0.5 ** (new.num_begun / _HALF_LIFE_REQUESTS), 1.0)
 
     def _with(self, other: LengthCounts, weight: float, other_weight: float) -> LengthCounts:

@@ -25,14 +25,10 @@ def load_of(num_requests: int, backlog_tokens: int) -> float:
 
 
 def has_room(load: float, max_num_seqs: int) -> bool:
-    """Return whether a replica's load leaves room for a further request.
+    """Return whether a replica's load, as by `load_of`, leaves room for a further request.
 
     Prompts yet to be computed count, since a request behind them would not begin soon, and may do
     so sooner elsewhere or in another order. A replica without requests always has room.
-
-    Args:
-        load: the replica's load as by `load_of`.
-        max_num_seqs: most requests that it runs at once.
     """
     return load < max_num_seqs + reserve_of(max_num_seqs)
 

@@ -29,7 +29,6 @@ class TierFigures:
     quality_loss_p99: float
     """Points of quality lost by a request, 99th percentile over the served requests."""
     rejected: float
-    """Number of rejected requests."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +40,9 @@ class PolicyFigures(TierFigures):
     threshold_changes: float
     """Number of changes of τ over all replicas; tiers that change at once count as one change."""
     replica_changes: float
-    """Number of changes of the number of replicas."""
     prefix_hit_rate: float
     """Share of the served prompts' tokens that the replicas had cached."""
     by_class: dict[Tier, TierFigures]
-    """Figures of each tier that the trace has."""
 
 
 def policy_columns(

@@ -67,12 +67,7 @@ class ReplicaSettings(Settings):
         return 1.0
 
     def num_initial(self, trace: Sequence[TraceRequest], capacity: Capacity) -> int:
-        """Return the number of replicas that are ready at the start, within the limits.
-
-        Args:
-            trace: requests that they serve.
-            capacity: speed of each replica.
-        """
+        """Return the number of replicas that are ready at the start, within the limits."""
         wanted = self.initial or _num_kept_busy(trace, capacity)
         return min(max(wanted, self.min), self.max)
 

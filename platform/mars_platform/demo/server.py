@@ -22,7 +22,6 @@ class DemoServer:
     base_url: str
     """URL of the API, with its version."""
     page_url: str
-    """URL of the playground."""
     _process: subprocess.Popen[bytes]
 
     def wait(self) -> None:

@@ -73,12 +73,9 @@ class ModelDashboard:
     def advance(
         self, now_s: float, loop: OuterLoop | None, published: PublishedThreshold | None
     ) -> None:
-        """Complete the rows of the seconds that have passed.
+        """Complete the rows of the seconds that have passed up to ``now_s``, in Unix time.
 
-        Args:
-            now_s: seconds since 1970.
-            loop: the model's outer loop, if it is autoscaled.
-            published: its live τ.
+        ``loop`` is the model's outer loop, None if it is not autoscaled, ``published`` its live τ.
         """
         if self._next_s is None and not self.members.replicas:
             return  # a new governor hears of the replicas that run within a second

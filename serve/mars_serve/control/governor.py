@@ -107,11 +107,8 @@ class Governor:
     ) -> None:
         """Take a replica's report in.
 
-        Args:
-            model: name of the model.
-            report: the report.
-            basis: basis of the model's autoscaling; the first one starts its decisions. None while
-                the replica starts, and for a model that is not autoscaled.
+        The first ``basis`` of a model's autoscaling starts its decisions. It is None while the
+        replica starts, and for a model that is not autoscaled.
 
         Raises:
             ValueError: the report is of another version of this package.

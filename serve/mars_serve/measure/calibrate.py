@@ -46,27 +46,18 @@ class CalibrationRun:
     """The result of ``marsray calibrate``."""
 
     options: CalibrateOptions
-    """Options of the run."""
     file: Path
-    """File that the calibration was written to."""
     device: str
-    """Device that it ran on."""
     dtype: str
-    """Type of the weights."""
     measured: MeasuredCalibration
     """Calibration with its reliability diagrams."""
     frontier_file: Path
-    """File that the frontier was written to."""
     frontier: MeasuredFrontier
     """Frontier with the load that its capacity is computed for."""
 
 
 def calibrate_model(options: CalibrateOptions, console: Console) -> CalibrationRun:
-    """Measure, and write both files.
-
-    Args:
-        options: options of the run.
-        console: console for the progress.
+    """Measure, with progress on ``console``, and write both files.
 
     Raises:
         UserError: the model, the data or an option is unusable, a file cannot be written, or the

@@ -15,13 +15,7 @@ from mars_serve.measure.frontier.plot import draw_gains, draw_quality
 
 
 def picture_of(title: str, measured: MeasuredCalibration, frontier: MeasuredFrontier) -> Figure:
-    """Draw reliability before and after, quality over speed, and speed over batch size.
-
-    Args:
-        title: title of the picture.
-        measured: reliability, drawn as a line for each depth from 1.
-        frontier: quality and speed.
-    """
+    """Draw reliability before and after by depth, quality over speed, and speed over batch size."""
     figure = Figure(figsize=(11, 9), layout="constrained")
     (before, after), (quality, gains) = figure.subplots(2, 2)
     after.sharex(before)

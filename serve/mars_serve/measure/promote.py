@@ -42,7 +42,6 @@ class PointPair:
     """The points of both checkpoints in one setting."""
 
     candidate: FrontierPoint
-    """Point of the candidate."""
     current: FrontierPoint
     """Point of the checkpoint in service."""
     loss: Estimate

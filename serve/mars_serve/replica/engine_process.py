@@ -96,9 +96,7 @@ def _connected(
 ) -> EngineClient:
     """Launch an engine's process, wait until the engine is ready, and watch it.
 
-    Args:
-        start: the first message to the process.
-        launch: starts the process with the file descriptors of its channel and its pulse.
+    ``launch`` takes the descriptors of its channel, in which ``start`` waits, and its pulse.
     """
     ours, theirs = socket.socketpair()
     channel, memory = Channel(ours), Pulse.create()

@@ -89,11 +89,9 @@ def template_name(settings: ModelSettings, num_threads: int, node: str) -> str:
 
 
 def fork_engine(name: str, handed: list[int]) -> ForkedEngine:
-    """Have the template of a name fork an engine, and wait until it has.
+    """Have the template of a name fork an engine, and wait until it has; see `template_name`.
 
-    Args:
-        name: see `template_name`.
-        handed: file descriptors of the engine's channel, in which its order waits, and its pulse.
+    The engine is handed the descriptors of its channel, in which its order waits, and its pulse.
 
     Raises:
         OSError: no template can be started, or it has ended or forks nothing.

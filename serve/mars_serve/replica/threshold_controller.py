@@ -50,10 +50,6 @@ class ThresholdController:
     def take(self, published: PublishedThreshold, now_s: float) -> None:  # noqa: ARG002
         """Follow the governor.
 
-        Args:
-            published: the governor's value.
-            now_s: time in seconds on any clock that does not jump.
-
         Raises:
             EngineDied: the engine has stopped.
         """

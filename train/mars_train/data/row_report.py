@@ -30,7 +30,6 @@ class RowCounts:
     num_examples: int = 0
     """Usable rows."""
     num_tokens: int = 0
-    """Tokens of the usable rows."""
     num_supervised: int = 0
     """Supervised tokens of the usable rows."""
     num_truncated: int = 0
@@ -38,7 +37,6 @@ class RowCounts:
     num_bad: int = 0
     """Rows that were dropped."""
     max_token_id: int = 0
-    """Largest token id."""
 
     def add(self, usable: pa.Table) -> None:
         """Count usable rows, at least one, of ``ENCODED_SCHEMA``."""

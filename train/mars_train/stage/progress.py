@@ -10,7 +10,6 @@ class Progress:
     """The progress of a stage."""
 
     stage: str
-    """Name of the stage."""
     step: int
     """Optimizer steps done."""
     total_steps: int

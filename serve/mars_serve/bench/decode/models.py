@@ -81,9 +81,7 @@ class BenchModel:
     create: Callable[[], PreTrainedModel]
     """Function that makes the model anew, on its device, for evaluation, with sdpa attention."""
     dtype: torch.dtype
-    """Type of the weights."""
     device: str
-    """Device of the weights."""
 
     @property
     def dtype_name(self) -> str:

@@ -54,9 +54,7 @@ class Timing:
     """One run of one contender."""
 
     seconds: float
-    """Time of the run."""
     num_tokens: int
-    """Number of output tokens."""
     num_passes: int
     """Number of forward passes; see `DecodedRun`."""
     num_positions: int | None = None
@@ -73,7 +71,6 @@ class ContenderResult:
     """One contender at one batch size."""
 
     timings: list[Timing] = field(default_factory=list)
-    """Timing of each round."""
     outputs: list[list[int]] = field(default_factory=list)
     """Outputs of the run before the rounds, in the order of the requests."""
 
@@ -98,11 +95,8 @@ class BatchResult:
     """All contenders at one batch size."""
 
     batch: int
-    """Batch size."""
     requests: list[BenchRequest]
-    """Requests of a run."""
     results: dict[str, ContenderResult]
-    """Result of each contender, by name."""
 
 
 @dataclass(frozen=True)
@@ -110,13 +104,10 @@ class DecodeComparison:
     """Everything that a benchmark measured."""
 
     options: DecodeOptions
-    """Options of the benchmark."""
     model: BenchModel
-    """Model that was decoded with."""
     draws: Draws | None
     """Drawn lengths of accepted runs; None if they were the model's own."""
     batches: list[BatchResult]
-    """Results by batch size."""
 
 
 def compare(options: DecodeOptions, console: Console) -> DecodeComparison:

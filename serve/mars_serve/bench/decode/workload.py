@@ -30,7 +30,6 @@ class BenchRequest:
     """One prompt to decode, the same for every contender."""
 
     id: str
-    """Name of the request."""
     prompt: tuple[int, ...]
     """Token ids of the prompt, at least one."""
     max_tokens: int
@@ -159,7 +158,6 @@ class Draws:
     exact: AcceptanceDistribution
     """Distribution in mode exact, of the right drafts and the token behind them."""
     seed: int
-    """Seed of all draws."""
 
 
 def agreeing(agreement: float, most: int) -> AcceptanceDistribution:

@@ -29,7 +29,6 @@ class ClientFigures:
     """
 
     num_sent: int
-    """Number of requests sent."""
     num_ended: int
     """Number of requests that were served, rejected or failed."""
     num_served: int
@@ -103,15 +102,12 @@ class LoadFigures:
     lateness_p99_s: float | None
     """Seconds by which the sender itself was late, 99th percentile."""
     num_planned: int
-    """Number of planned requests."""
     num_capped: int
     """Number of planned requests whose lengths were cut to what the model takes."""
     was_interrupted: bool
     """Whether an interrupt ended the test before all requests had ended."""
     all: ClientFigures
-    """Figures of all clients together."""
     classes: dict[Tier, ClientFigures]
-    """Figures of each tier that the plan has."""
     replica_hours: float | None
     """Hours of all ready replicas together, until the last request was sent; None if unknown."""
     samples: list[LoadSample]

@@ -38,9 +38,7 @@ class PlannedRequest:
     at_s: float
     """Seconds after the start at which it is due."""
     tier: Tier
-    """Tier to ask for."""
     prompt_tokens: int
-    """Length of the prompt."""
     max_tokens: int
     """Limit of the output tokens; a made-up prompt also gets it as the least number."""
     is_capped: bool = False
@@ -54,9 +52,7 @@ class LoadPlan:
     """All requests of a load test, by time, and what their bodies are made of."""
 
     model: str
-    """Name of the served model."""
     requests: list[PlannedRequest]
-    """Requests by time."""
     vocabulary: Sequence[int]
     """Token ids that made-up prompts consist of."""
     seed: int

@@ -44,11 +44,9 @@ class LoadTest:
     """A load test that has ended."""
 
     options: LoadOptions
-    """Options of the test."""
     replayed: Replayed
     """Requests that were sent, and views of the server."""
     figures: LoadFigures
-    """Figures of the test."""
     losses: Losses
     """Quality lost at each τ, by the server's own frontier."""
 

@@ -38,7 +38,6 @@ class SentRequest:
     """A request that was sent, and what its client saw; times are in seconds after the start."""
 
     request: PlannedRequest
-    """The request as planned."""
     sent_s: float
     """Time of sending."""
     first_s: float | None = None
@@ -60,7 +59,6 @@ class SentRequest:
     error: str | None = None
     """Kind of error; None if there was none."""
     message: str = ""
-    """Message of the error."""
 
     @property
     def lateness_s(self) -> float:
@@ -114,7 +112,6 @@ class Replayed:
     """A plan that was sent, in whole or up to an interrupt."""
 
     plan: LoadPlan
-    """The plan."""
     sent: list[SentRequest] = field(default_factory=list)
     """Requests in order of sending."""
     live: list[LiveView] = field(default_factory=list)

@@ -17,7 +17,6 @@ class Finding:
     """One line of the report."""
 
     check: str
-    """Name of what was checked."""
     state: Literal["ok", "warning", "failed"]
     """Whether it works, works less well than it could, or does not work."""
     found: str

@@ -17,7 +17,6 @@ class KeyValueShape:
 
     num_layers: int
     num_heads: int
-    """Number of key/value heads."""
     head_dim: int
 
     @classmethod

@@ -33,7 +33,6 @@ class Accepted:
 
     tokens: list[int]
     confidences: list[float]
-    """Confidence of each token."""
     num_right: int = 0
     """Leading drafts of the row that were right."""
     next_drafts: list[Draft] = field(default_factory=list)

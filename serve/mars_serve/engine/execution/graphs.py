@@ -141,7 +141,6 @@ class GraphSizes:
     max_pages: int
     """Most pages of a row."""
     has_adapter: bool = False
-    """Whether the model has an adapter."""
 
     def shapes(self) -> list[ForwardShape]:
         """Return all shapes to capture, the largest first."""

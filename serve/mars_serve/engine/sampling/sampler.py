@@ -123,7 +123,6 @@ class SampledRow:
     history: TokenHistory | None = None
     """History of the tokens before depth 0, if the sampling needs it; not modified."""
     bias: Bias | None = None
-    """Bias of the logits, if the sampling has one."""
     allow: Callable[[list[int]], Tensor | None] | None = None
     """Function from the tokens chosen at earlier depths to the tokens that are allowed behind
     them, bool [vocabulary], or None if the grammar does not match them; then all are allowed."""

@@ -34,9 +34,7 @@ class RequestRecord:
     request_id: str
     """The client's X-Request-Id, or a new id; the response returns it."""
     key: str | None = None
-    """Name of the API key."""
     model: str | None = None
-    """Model name in the request."""
     stream: bool | None = None
     mode: str | None = None
     threshold_mean: float | None = None

@@ -46,9 +46,6 @@ class OnProgress(Protocol):
         """Take a phase's title, its finished units, all units, and the quality so far in words."""
 
 
-"""Function called with the name of a phase, and its finished and total numbers of units."""
-
-
 @dataclass(frozen=True)
 class Reliability:
     """The bins of a depth's reliability diagram, over the half that was not fitted on."""

@@ -36,7 +36,6 @@ class DecodingSetting:
     """One way of decoding."""
 
     mode: Mode
-    """Decoding mode."""
     threshold: float
     """τ in (0, 1]; only mode threshold uses it."""
     outcomes: Outcomes | None = None

@@ -39,9 +39,7 @@ class SettingResult:
     """The result of one setting."""
 
     setting: DecodingSetting
-    """The setting."""
     score: Score
-    """Score of all items."""
     tokens_per_s: float
     """Output tokens for each second, the time of the prompts included."""
 
@@ -51,11 +49,8 @@ class Evaluation:
     """The result of an evaluation."""
 
     options: EvalOptions
-    """Options of the evaluation."""
     device: str
-    """Device that it ran on."""
     dtype: str
-    """Type of the weights."""
     rows: list[SettingResult]
     """Result of each setting, one-token decoding first, with which the others are compared."""
     num_unstated: int

@@ -15,7 +15,6 @@ class Score:
     """The score of all items in one setting; every `Estimate` has a 95% interval."""
 
     num_items: int
-    """Number of items."""
     num_checkable: int
     """Number of items with an answer."""
     accuracy: Estimate | None

@@ -64,13 +64,9 @@ class FrontierOptions:
     repeats: int
     """Number of runs of each step; see `measure_steps`."""
     dtype: torch.dtype
-    """Type of the weights."""
     dtype_name: str
-    """Name of the type, as the command has it."""
     device: str
-    """Device to run on."""
     hardware: str
-    """Name of the device."""
     block_size: int
     """Most masks of a row per step."""
 

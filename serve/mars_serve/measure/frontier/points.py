@@ -131,10 +131,7 @@ def mean_cached_tokens(items: Sequence[EvalItem], decoded: Sequence[DecodedItem]
 def contradiction(message: str, points: Sequence[Mapping[str, Any]], kept: Path) -> UserError:
     """Return the error for points that `Frontier` refuses, with their names and values.
 
-    Args:
-        message: message of the validators, which numbers the points.
-        points: the points.
-        kept: file that keeps what was measured.
+    ``message`` is the validators', which numbers the points; ``kept`` keeps what was measured.
     """
 
     def named(match: re.Match[str]) -> str:

@@ -21,10 +21,7 @@ class WholeProgress:
     ) -> None:
         """Start the clock.
 
-        Args:
-            show: called at each update.
-            phases: expected work of each phase by its title, in any unit and in order.
-            clock: function that returns the time in seconds.
+        ``phases`` has the expected work of each phase by its title, in any unit and in order.
         """
         self._show = show
         self._phases = dict(phases)
@@ -34,11 +31,7 @@ class WholeProgress:
     def update(self, title: str, done: int, total: int, quality: str = "", /) -> None:
         """Record that ``done`` of ``total`` units of a phase are done, and all phases before it.
 
-        Args:
-            title: title of the phase.
-            done: finished units.
-            total: all units of the phase.
-            quality: quality so far in words.
+        ``quality`` is the quality so far in words.
         """
         titles = list(self._phases)
         before = sum(self._phases[name] for name in titles[: titles.index(title)])

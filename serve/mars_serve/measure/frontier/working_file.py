@@ -59,12 +59,7 @@ class WorkingFile:
     """The working file of one run."""
 
     def __init__(self, directory: Path, key: str) -> None:
-        """Read what an earlier run with the same key kept; ignore any other content.
-
-        Args:
-            directory: directory of the checkpoint.
-            key: key of the run, see `run_key`.
-        """
+        """Read what an earlier run with the same `run_key` kept; ignore any other content."""
         self.path = directory / WORKING_FILE
         self.kept = _read(self.path, key) or KeptMeasurements(key=key)
 
@@ -85,10 +80,7 @@ class WorkingFile:
 def run_key(weights: str, items: Sequence[EvalItem], options: Mapping[str, Any]) -> str:
     """Return the SHA-256 sum, in hexadecimal, of everything that the figures depend on.
 
-    Args:
-        weights: fingerprint of the weights.
-        items: all items, in order.
-        options: options of the run and the machine, as JSON values.
+    These are the weights' fingerprint, the items in order, and the options and the machine as JSON.
     """
     parts = [weights, dict(options), items_sum(items)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
