@@ -7,9 +7,9 @@
 A round starts each server alone, measures it with each number of clients and ends it. The next
 round does the same in another order, and the table shows medians over the rounds. All servers get
 the same prompts by ``/v1/completions`` and stream greedily. With ``--draws`` marsray's engines draw
-how many tokens a pass accepts (`bench.draws`), for weights that are random. Other servers need an
-environment of their own; ``--port`` is added to their command, and they are ready once ``/health``
-answers.
+how many tokens a pass accepts, for weights that are random; see `mars_serve.bench.decode.drawing`.
+Other servers need an environment of their own; ``--port`` is added to their command, and they are
+ready once ``/health`` answers.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ from mars_train.run.scratch import create_model
 
 _SIZES = ("vocab_size", "max_position_embeddings")
 _BLOCK_SIZE, _VOCABULARY, _NUM_WORDS, _MAX_LENGTH = 4, 32_000, 60_000, 2048
-_ROOT = Path(__file__).parent.parent
-_PYTHON_PATH = [str(_ROOT / "bench" / "drawing_engines"), str(_ROOT), os.getenv("PYTHONPATH", "")]
+_PYTHON_PATH = [str(Path(__file__).with_name("drawing_engines")), os.getenv("PYTHONPATH", "")]
 _DRAWING = {"PYTHONPATH": os.pathsep.join(filter(None, _PYTHON_PATH))}
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "DO_NOT_TRACK": "1"}
 _MODES = [Mode.AR, Mode.THRESHOLD, Mode.EXACT]

@@ -9,16 +9,17 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from itertools import count
 from typing import Any
 
 import pytest
 import torch
-from bench.draws import DrawingEngine
 from bench.gpu.setup import Setup, weight_bytes
 
 from mars_platform.method.mode import Mode
+from mars_serve.bench.decode.drawing import DrawingEngine
 from mars_serve.bench.decode.workload import agreeing
 from mars_serve.engine.attention.interface import KeyValueShape
 from mars_serve.engine.decoding_options import DecodingOptions, Sampling
@@ -94,7 +95,7 @@ class Bench:
         """Start requests that claim cached tokens, and let the engine know of no earlier ones."""
         engine, (mode, agreement) = self.engine, WAYS[way]
         engine.adapt_windows(self.times)
-        engine.exact_lengths = agreeing(agreement or 0.8, 4)
+        engine.draws = replace(engine.draws, exact=agreeing(agreement or 0.8, 4))
         most = min(1000, engine.max_length - tokens - 1)
         sampling = Sampling(temperature=temperature)
         for index in range(batch):

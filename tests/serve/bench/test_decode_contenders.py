@@ -14,6 +14,7 @@ from mars_serve.bench.decode.contenders import (
     decode_with_engine,
     decode_with_generate,
 )
+from mars_serve.bench.decode.drawing import DrawingEngine
 from mars_serve.bench.decode.models import BenchModel
 from mars_serve.bench.decode.workload import (
     AcceptanceDistribution,
@@ -24,7 +25,6 @@ from mars_serve.bench.decode.workload import (
     generated_requests,
 )
 from mars_serve.engine.decoding_options import DecodingOptions
-from mars_serve.engine.engine import Engine
 from mars_serve.engine.execution.fault_isolation import Step
 
 MASK = 3
@@ -68,7 +68,7 @@ def test_drawn_lengths_and_positions_follow_the_mode(
     requests = [BenchRequest(str(n), (5 + n, 6, 7), 13) for n in range(6)]
     draws = Draws(fixed_length(2), fixed_length(3), seed=0)
     engine = build_engine(model, requests, 3, draws)
-    decoded = decode_with_engine(requests, engine=lambda: engine, options=decoding, draws=draws)
+    decoded = decode_with_engine(requests, engine=lambda: engine, options=decoding)
     assert [len(tokens) for tokens in decoded.outputs] == [13] * 6
     assert decoded.num_passes == 6 * len(passes)
     assert decoded.num_positions == 6 * sum(positions)
@@ -78,7 +78,7 @@ def test_drawn_lengths_and_positions_follow_the_mode(
 def test_drafts_have_the_drawn_probability_as_confidence(model: BenchModel, right: float) -> None:
     seen: list[list[float]] = []
 
-    class Watched(Engine):
+    class Watched(DrawingEngine):
         def begin_step(self) -> Step | None:
             seen.extend(
                 [draft.confidence for draft in request.drafts]
@@ -91,7 +91,7 @@ def test_drafts_have_the_drawn_probability_as_confidence(model: BenchModel, righ
     engine = build_engine(model, requests, 1, draws, exact=True)
     engine.__class__ = Watched
     options = DecodingOptions(1, Mode.EXACT)
-    decode_with_engine(requests, engine=lambda: engine, options=options, draws=draws)
+    decode_with_engine(requests, engine=lambda: engine, options=options)
     assert {rate for rates in seen for rate in rates} == {right}
 
 

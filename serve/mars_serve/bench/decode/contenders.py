@@ -11,9 +11,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.errors import UserError
-from mars_platform.method.mode import Mode
+from mars_serve.bench.decode.drawing import DrawingEngine
 from mars_serve.bench.decode.models import BenchModel
-from mars_serve.bench.decode.workload import AcceptanceDistribution, BenchRequest, Draws
+from mars_serve.bench.decode.workload import BenchRequest, Draws
 from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.outputs import StepOutput
@@ -63,22 +63,16 @@ def build_engine(
         exact=exact,
         device=model.device,
     )
-    engine = Engine(
+    make: Callable[..., Engine] = partial(DrawingEngine, draws=draws) if draws else Engine
+    engine = make(
         model.checkpoint,
         # rounds repeat the same prompts, whose keys and values must not be found again
         settings.model_copy(update={"enable_prefix_caching": False}),
         model=model.create(),
         device=model.device,
-        draw_accepted=partial(_draw, draws) if draws else None,
     )
     engine.warm_up()
     return engine
-
-
-def _draw(draws: Draws, request: Request, num_proposed: int) -> int:
-    is_exact = request.options.mode is Mode.EXACT
-    acceptance = draws.exact if is_exact else draws.acceptance
-    return acceptance.draw(draws.seed, request.id, request.num_output, num_proposed)
 
 
 def decode_with_engine(
@@ -86,46 +80,31 @@ def decode_with_engine(
     *,
     engine: Callable[[], Engine],
     options: DecodingOptions,
-    draws: Draws | None = None,
 ) -> DecodedRun:
     """Decode with marsray's engine, which gets all requests at once and admits them as others end.
 
-    Each request's ``max_tokens`` replaces that of ``options``; ``engine`` was made with ``draws``.
+    Each request's ``max_tokens`` replaces that of ``options``.
 
     Raises:
         UserError: the engine fails a request.
     """
-    running = {
-        each.id: Request(each.id, list(each.prompt), replace(options, max_tokens=each.max_tokens))
+    running = [
+        Request(each.id, list(each.prompt), replace(options, max_tokens=each.max_tokens))
         for each in requests
-    }
-    passes: dict[str, list[StepOutput]] = {name: [] for name in running}
-    for request in running.values():
+    ]
+    passes: dict[str, list[StepOutput]] = {request.id: [] for request in running}
+    for request in running:
         engine().add(request)
     while engine().has_work:
         for output in engine().step():
             if output.error is not None:
                 raise UserError(f"mode {options.mode}: the engine fails: {output.error}")
             passes[output.request_id].append(output)
-            if draws is not None:
-                _rate_drafts(running[output.request_id], draws.exact)
     return DecodedRun(
-        outputs=[request.tokens[request.num_prompt :] for request in running.values()],
+        outputs=[request.tokens[request.num_prompt :] for request in running],
         num_passes=sum(map(len, passes.values())),
         num_positions=sum(map(decoding_positions, passes.values())),
     )
-
-
-def _rate_drafts(request: Request, acceptance: AcceptanceDistribution) -> None:
-    """Replace the confidence of the drafts by the probability that a draw accepts them.
-
-    The engine chooses which outcomes get masks by this confidence, and the weights do not know
-    what is drawn.
-    """
-    request.drafts = [
-        draft._replace(confidence=acceptance.chance(depth))
-        for depth, draft in enumerate(request.drafts, start=1)
-    ]
 
 
 def decode_with_generate(

@@ -236,7 +236,7 @@ def _contenders(
         ContenderName.EXACT: DecodingOptions(1, Mode.EXACT),
     }
     contenders: dict[str, Contender] = {
-        name: partial(decode_with_engine, engine=engine, options=decoding, draws=draws)
+        name: partial(decode_with_engine, engine=engine, options=decoding)
         for name, decoding in decodings.items()
     }
     contenders[ContenderName.HF_GENERATE] = partial(
