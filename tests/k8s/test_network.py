@@ -38,7 +38,15 @@ FILES = End({"app.kubernetes.io/part-of": "marsray", "app.kubernetes.io/componen
 TLS = End({"gateway.networking.k8s.io/gateway-name": "marsray"})
 GATEWAY = End({"gateway.networking.k8s.io/gateway-name": "marsray-gateway"})
 ISTIO = End({}, "istio-system")
-OPERATOR = End({"app.kubernetes.io/name": "kuberay-operator"}, "kuberay-system")
+NAMES = {"chart": "kuberay-operator", "kustomization": "kuberay"}
+"""The operator's own name by the way in which it was installed."""
+OPERATORS = [
+    End(
+        {"app.kubernetes.io/name": name, "app.kubernetes.io/component": "kuberay-operator"},
+        "kuberay-system",
+    )
+    for name in NAMES.values()
+]
 PROMETHEUS = End({}, "monitoring")
 STRANGER = End({}, "default")
 DNS = End({"k8s-app": "kube-dns"}, "kube-system")
@@ -95,9 +103,11 @@ def selects(selector: Policy, labels: dict[str, str]) -> bool:
 
 OPEN_IN_GPU = [
     (TLS, WORKER, 8000),
-    (OPERATOR, HEAD, 8265),
-    (OPERATOR, HEAD, 8000),
-    (OPERATOR, JOB_HEAD, 8265),
+    *(
+        (operator, head, port)
+        for operator in OPERATORS
+        for head, port in ((HEAD, 8265), (HEAD, 8000), (JOB_HEAD, 8265))
+    ),
     (WORKER, HEAD, 6379),
     (HEAD, WORKER, 30000),
     (WORKER, WORKER, 30001),
@@ -117,7 +127,7 @@ CLOSED_IN_BOTH = [
     (INTERNET, TLS, 15021),
     *((end, WORKER, 8000) for end in (INTERNET, ISTIO, FILES, JOB_HEAD)),
     *((STRANGER, end, port) for end in (HEAD, WORKER, JOB_HEAD) for port in (6379, 8000, 8265)),
-    (OPERATOR, WORKER, 8265),
+    (OPERATORS[0], WORKER, 8265),
     (STRANGER, HEAD, 10001),
     (JOB_HEAD, HEAD, 8265),
     (SUBMITTER, WORKER, 8000),
