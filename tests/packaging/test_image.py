@@ -114,6 +114,17 @@ def test_every_base_image_has_a_digest_or_a_release_is_refused():
     assert "check" in jobs["image"]["needs"]
 
 
+def test_other_images_can_take_the_place_of_the_base_images():
+    default = dict(re.findall(r"^ARG (\w+)=(\S+)$", DOCKERFILE, re.MULTILINE))
+    stages = re.findall(r"^FROM .+ AS (\S+)$", DOCKERFILE, re.MULTILINE)
+    built_on = re.findall(r"^FROM \$\{(\w+)\}", DOCKERFILE, re.MULTILINE)
+    assert [default[name].replace("${VARIANT}", "gpu") for name in built_on] == [
+        "python",
+        "ray-gpu",
+    ]
+    assert {"python", "ray-gpu", "ray-cpu"} <= set(stages)
+
+
 def test_constraints_are_scanned_weekly_for_each_change_and_before_a_release():
     workflow = yaml.safe_load((WORKFLOWS / "supply-chain.yml").read_text())
     triggers = workflow[True]  # YAML's reading of the key `on`
