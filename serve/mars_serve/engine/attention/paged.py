@@ -37,7 +37,6 @@ class PagedMetadata:
     shape: StepShape
     slots: Tensor
     """int64 [positions], where in the flattened pages keys and values are written."""
-    positions: Tensor
     leading: Tensor
     own: Tensor
     combine: Tensor
@@ -85,7 +84,7 @@ class PagedAttention:
     def sizes(self, shape: StepShape) -> list[int]:
         """Return the integers of each part of a step's metadata, in the order of `unpack`."""
         return [
-            *[shape.num_positions] * 4,
+            *[shape.num_positions] * 3,
             shape.num_positions * COMBINE_FIELDS,
             shape.num_rows * shape.num_pages,
             self.tiling.most_pieces(shape) * PIECE_FIELDS,
@@ -98,7 +97,7 @@ class PagedAttention:
         """
         numbers.fill(0)
         ends = accumulate(self.sizes(shape), initial=0)
-        slots, positions, leading, own, combine, table, pieces = (
+        slots, leading, own, combine, table, pieces = (
             numbers[begin:end] for begin, end in pairwise(ends)
         )
         used, rows = batch.num_positions, Rows.of(batch)
@@ -106,7 +105,6 @@ class PagedAttention:
         num_pages = min(pages.shape[1], shape.num_pages)
         table.reshape(shape.num_rows, -1)[: len(pages), :num_pages] = pages[:, :num_pages]
         slots[:] = self._waste
-        positions[: len(batch.position_ids)] = batch.position_ids
         row = np.repeat(np.arange(len(batch.rows)), rows.lengths)
         offset = np.arange(used) - rows.starts[row]
         num_tokens = rows.num_tokens[row]
@@ -130,13 +128,10 @@ class PagedAttention:
 
     def unpack(self, numbers: Tensor, shape: StepShape) -> PagedMetadata:
         """Return the metadata of a step, views of its integers on the device."""
-        slots, positions, leading, own, combine, table, pieces = torch.split(
-            numbers, self.sizes(shape)
-        )
+        slots, leading, own, combine, table, pieces = torch.split(numbers, self.sizes(shape))
         return PagedMetadata(
             shape=shape,
             slots=slots,
-            positions=positions,
             leading=leading,
             own=own,
             combine=combine.view(-1, COMBINE_FIELDS),
@@ -181,7 +176,6 @@ class PagedAttention:
             metadata.page_table,
             metadata.leading,
             metadata.own,
-            metadata.positions,
             metadata.pieces,
             metadata.combine,
             scaling,
