@@ -30,6 +30,16 @@ def default_mode(*, has_masks: bool, has_threshold: bool) -> Mode:
     return Mode.EXACT if has_masks else Mode.AR
 
 
+def check_threshold(name: str, threshold: float) -> None:
+    """Refuse a τ that is out of range; ``name`` is that of the field or option.
+
+    Raises:
+        UserError: τ is not in (0, 1].
+    """
+    if not 0.0 < threshold <= 1.0:
+        raise UserError(f"{name}: {threshold} is not in (0, 1]; 1 is plain AR decoding")
+
+
 class Confidence(StrEnum):
     """Measure in [0, 1] of how sure the model is of a token that it proposes.
 
@@ -57,10 +67,7 @@ class LiveDecoding:
 
     def __post_init__(self) -> None:
         for value in (self.threshold, self.threshold_of(Tier.FLEX)):
-            if not 0.0 < value <= 1.0:
-                raise UserError(
-                    f"confidence_threshold: {value} is not in (0, 1]; 1 is plain AR decoding"
-                )
+            check_threshold("confidence_threshold", value)
 
     def threshold_of(self, tier: Tier) -> float:
         """Return the τ of a tier's requests."""

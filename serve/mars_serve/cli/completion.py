@@ -14,7 +14,7 @@ from mars_platform.checkpoint.adapted import read_model
 from mars_platform.cli.shading import print_shaded
 from mars_platform.data.prompt_encoding import PromptEncoder
 from mars_platform.errors import UserError
-from mars_platform.method.mode import Mode, default_mode
+from mars_platform.method.mode import Mode, check_threshold, default_mode
 from mars_serve.api.text import OutputText, StopRules, encode
 from mars_serve.engine.decoding_options import (
     DecodingOptions,
@@ -26,11 +26,11 @@ from mars_serve.engine.decoding_options import (
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
+from mars_serve.measure.options import check_sampling
 
 _DEFAULT_TOKENS = 256
 _GREEDY = Sampling()
 _THRESHOLD = 0.95
-_MAX_TEMPERATURE = 2.0  # same as in REST requests
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,11 @@ def generate_once(
     Raises:
         UserError: the model or an option is unusable.
     """
-    _check_ranges(threshold, sampling, stop)
+    if threshold is not None:
+        check_threshold("--threshold", threshold)
+    check_sampling(sampling)
+    if "" in stop:
+        raise UserError("--stop: an empty string is everywhere; leave it out")
     checkpoint = read_model(model, adapter)
     tokenizer = checkpoint.tokenizer
     if chat:
@@ -110,18 +114,6 @@ def read_json_schema(file: Path) -> GrammarSpec:
     except (ValueError, RecursionError) as error:
         raise UserError(f"--json-schema: {file} holds no JSON schema ({error})") from error
     return GrammarSpec(GrammarKind.JSON_SCHEMA, text)
-
-
-def _check_ranges(threshold: float | None, sampling: Sampling, stop: Sequence[str]) -> None:
-    if threshold is not None and not 0.0 < threshold <= 1.0:
-        raise UserError(f"--threshold: {threshold} is not in (0, 1]; 1 is plain AR decoding")
-    if not 0.0 <= sampling.temperature <= _MAX_TEMPERATURE:
-        limits = f"[0, {_MAX_TEMPERATURE:g}]"
-        raise UserError(f"--temperature: {sampling.temperature} is not in {limits}; 0 is greedy")
-    if not 0.0 < sampling.top_p <= 1.0:
-        raise UserError(f"--top-p: {sampling.top_p} is not in (0, 1]; 1 is all tokens")
-    if "" in stop:
-        raise UserError("--stop: an empty string is everywhere; leave it out")
 
 
 def _run(engine: Engine, request: Request, text: OutputText) -> LocalCompletion:

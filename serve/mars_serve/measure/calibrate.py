@@ -21,6 +21,7 @@ from mars_platform.checkpoint.examples import write_examples
 from mars_platform.checkpoint.files import check_writable
 from mars_platform.cli.progress import progress_display
 from mars_platform.errors import UserError
+from mars_platform.method.mode import check_threshold
 from mars_serve.config.hardware import hardware_name
 from mars_serve.measure.calibration.collect import (
     MeasuredCalibration,
@@ -28,7 +29,7 @@ from mars_serve.measure.calibration.collect import (
     check_halves,
     measure_calibration,
 )
-from mars_serve.measure.evaluation.decoding import check_threshold, device_and_dtype
+from mars_serve.measure.evaluation.decoding import device_and_dtype
 from mars_serve.measure.evaluation.items import EvalItem, read_items
 from mars_serve.measure.frontier.measure import (
     FrontierOptions,
@@ -64,7 +65,7 @@ def calibrate_model(options: CalibrateOptions, console: Console) -> CalibrationR
             measured figures contradict each other.
     """
     for threshold in options.thresholds:
-        check_threshold(threshold)
+        check_threshold("--threshold", threshold)
     checkpoint = _mars_checkpoint(options)
     how = _frontier_options(options, checkpoint)
     items = read_items(

@@ -14,6 +14,7 @@ from pydantic import Field
 from mars_platform.checkpoint.number_type import NumberType
 from mars_platform.cli.options import complete_directories
 from mars_platform.config import Settings
+from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_serve.engine.decoding_options import Outcomes, Sampling
 
@@ -42,6 +43,20 @@ Temperature = Annotated[float, typer.Option(help="Sampling temperature in [0, 2]
 TopP = Annotated[
     float, typer.Option(help="Probability of the likeliest tokens to sample from, in (0, 1].")
 ]
+_MAX_TEMPERATURE = 2.0  # same as in REST requests
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Refuse a temperature or top-p that is out of range.
+
+    Raises:
+        UserError: one is; the message names its option.
+    """
+    if not 0.0 <= sampling.temperature <= _MAX_TEMPERATURE:
+        limits = f"[0, {_MAX_TEMPERATURE:g}]"
+        raise UserError(f"--temperature: {sampling.temperature} is not in {limits}; 0 is greedy")
+    if not 0.0 < sampling.top_p <= 1.0:
+        raise UserError(f"--top-p: {sampling.top_p} is not in (0, 1]; 1 is all tokens")
 
 
 class _MeasureOptions(Settings):

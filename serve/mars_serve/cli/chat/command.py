@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mars_platform.cli.options import complete_directories
-from mars_platform.method.mode import Mode
+from mars_platform.method.mode import Mode, check_threshold
 from mars_serve.cli.options import AsJson
 from mars_serve.measure.options import Adapter
 
@@ -63,12 +63,11 @@ def chat(
     from rich.console import Console
 
     from mars_platform.cli.report import say
-    from mars_platform.errors import UserError
     from mars_serve.cli.chat.answer import DecodingChoice
     from mars_serve.cli.chat.conversation import ChatConversation
 
-    if threshold is not None and not 0.0 < threshold <= 1.0:
-        raise UserError(f"--threshold: {threshold} is not in (0, 1]; 1 is plain AR decoding")
+    if threshold is not None:
+        check_threshold("--threshold", threshold)
     found = _model(target, model, adapter, key_env)
     console, errors = Console(), Console(stderr=True)
     choice = DecodingChoice(mode, threshold, max_tokens, temperature)

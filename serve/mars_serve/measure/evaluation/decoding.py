@@ -110,16 +110,6 @@ def available_device(device: str) -> str:
     return "cuda" if available and device != "cpu" else "cpu"
 
 
-def check_threshold(threshold: float) -> None:
-    """Refuse a τ that is out of range.
-
-    Raises:
-        UserError: τ is not in (0, 1].
-    """
-    if not 0.0 < threshold <= 1.0:
-        raise UserError(f"--threshold: {threshold} is not in (0, 1]; 1 is plain AR decoding")
-
-
 def evaluation_engine(
     checkpoint: Checkpoint,
     items: Sequence[EvalItem],

@@ -14,24 +14,22 @@ from mars_platform.checkpoint.adapted import read_model
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.cli.progress import ProgressDisplay, progress_display, working
 from mars_platform.errors import UserError
-from mars_platform.method.mode import Mode
+from mars_platform.method.mode import Mode, check_threshold
 from mars_serve.engine.decoding_options import Outcomes
 from mars_serve.engine.engine import Engine
 from mars_serve.measure.evaluation.decoding import (
     ONE_TOKEN,
     DecodedItem,
     DecodingSetting,
-    check_threshold,
     device_and_dtype,
     evaluation_engine,
     run_setting,
 )
 from mars_serve.measure.evaluation.items import EvalItem, read_items
 from mars_serve.measure.evaluation.scoring import Score, score
-from mars_serve.measure.options import DEFAULT_THRESHOLDS, EvalOptions
+from mars_serve.measure.options import DEFAULT_THRESHOLDS, EvalOptions, check_sampling
 
 _WARM_UP_TOKENS = 4
-_MAX_TEMPERATURE = 2.0
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,9 @@ def evaluate(options: EvalOptions, console: Console) -> Evaluation:
     Raises:
         UserError: the model, the data or an option is unusable.
     """
-    _check_ranges(options)
+    for threshold in options.thresholds:
+        check_threshold("--threshold", threshold)
+    check_sampling(options.sampling)
     device, dtype = device_and_dtype(options.device, options.dtype, options.model)
     checkpoint = read_model(options.model, options.adapter)
     settings = settings_to_run(checkpoint, options)
@@ -122,17 +122,6 @@ def setting_names(setting: DecodingSetting) -> tuple[str, str]:
     if setting.mode is Mode.EXACT:
         return setting.mode, setting.outcomes or ""
     return setting.mode, f"{setting.threshold:g}"
-
-
-def _check_ranges(options: EvalOptions) -> None:
-    for threshold in options.thresholds:
-        check_threshold(threshold)
-    sampling = options.sampling
-    if not 0.0 <= sampling.temperature <= _MAX_TEMPERATURE:
-        limits = f"[0, {_MAX_TEMPERATURE:g}]"
-        raise UserError(f"--temperature: {sampling.temperature} is not in {limits}; 0 is greedy")
-    if not 0.0 < sampling.top_p <= 1.0:
-        raise UserError(f"--top-p: {sampling.top_p} is not in (0, 1]; 1 is all tokens")
 
 
 def _check_modes(options: EvalOptions, modes: Sequence[Mode], below_one: Sequence[float]) -> None:
