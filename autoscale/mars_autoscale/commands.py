@@ -45,10 +45,15 @@ def simulate(
 
     from mars_autoscale.simulation.compare import compare
     from mars_autoscale.simulation.config import SimulationConfig
-    from mars_autoscale.simulation.report import comparison_table, picture_of, write_files
+    from mars_autoscale.simulation.report import comparison_table, figures_json, picture_of
     from mars_platform.cli.pictures import write_pictures
     from mars_platform.cli.progress import progress_display
-    from mars_platform.cli.report import STANDARD_OUTPUT, check_output_files, output_console
+    from mars_platform.cli.report import (
+        STANDARD_OUTPUT,
+        check_output_files,
+        output_console,
+        write_json,
+    )
     from mars_platform.config import load_settings
 
     check_output_files({"--json": json_file, "--plot": plot, "--html": page})
@@ -59,7 +64,8 @@ def simulate(
     table = comparison_table(comparison, settings.objective_ttft_s)
     if json_file != STANDARD_OUTPUT:
         output_console(_FILE_WIDTH).print(table)
-    write_files(comparison, json_file)
+    if json_file is not None:
+        write_json(json_file, figures_json(comparison))
     write_pictures(
         lambda: picture_of(comparison),
         title=f"marsray simulate {config.name}",

@@ -42,11 +42,7 @@ _DECISION_GAUGES = {
 
 
 class AutoscalerMetrics(Collector):
-    """The latest decision of each model, and the number of decisions by reason.
-
-    Args:
-        loops: outer loops by the model's name.
-    """
+    """The latest decision of each model, by the model's name, and the decisions by reason."""
 
     def __init__(self, loops: Mapping[str, OuterLoop]) -> None:
         self._loops = loops

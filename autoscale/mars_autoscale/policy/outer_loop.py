@@ -99,11 +99,7 @@ class _KnownReplica:
 
 
 class OuterLoop:
-    """One model's outer loop.
-
-    Args:
-        decide: the policy.
-    """
+    """One model's outer loop, which takes its decisions by the policy ``decide``."""
 
     def __init__(self, decide: Decide = decide) -> None:
         self._decide = decide

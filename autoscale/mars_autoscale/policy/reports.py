@@ -117,11 +117,7 @@ class ReplicaReport:
     version: int = REPORT_VERSION
 
     def load(self, now_s: float) -> ReplicaLoad:
-        """Return the part of the report that decisions use.
-
-        Args:
-            now_s: time at which the report came.
-        """
+        """Return the part of the report that decisions use; it came at ``now_s``."""
         gain, loss = self.decoding.gain, self.decoding.loss
         if self.is_pinned:  # replicas must not pay for a τ that was set by hand
             gain, loss = 1.0, 0.0

@@ -45,21 +45,16 @@ class PolicyFigures(TierFigures):
     by_class: dict[Tier, TierFigures]
 
 
-def policy_columns(
-    objective_ttft_s: float, hours: str = ".2f", *, has_prefixes: bool = False
-) -> list[Column]:
+def policy_columns(objective_ttft_s: float, *, has_prefixes: bool) -> list[Column]:
     """Return the columns of a table with one row for each policy.
 
-    Args:
-        objective_ttft_s: seconds in which the first token should come.
-        hours: format of the replica-hours.
-        has_prefixes: whether to tell how much of the prompts was cached.
+    If the trace ``has_prefixes``, one tells how much of the prompts was cached.
     """
     first, *quality, rejected = tier_columns(objective_ttft_s)
     return [
         first,
         *quality,
-        Column("replica-hours", "replica_hours", hours),
+        Column("replica-hours", "replica_hours", ".2f"),
         Column("τ changes", "threshold_changes", ".0f"),
         Column("replica changes", "replica_changes", ".0f"),
         *([Column("cached", "prefix_hit_rate", ".1%")] if has_prefixes else []),
@@ -83,12 +78,9 @@ def tier_columns(objective_ttft_s: float) -> list[Column]:
 def figures_of(
     result: SimulationResult, *, measured_from_s: float, objective_ttft_s: float
 ) -> PolicyFigures:
-    """Compute the figures of a run.
+    """Compute the figures of a run; first tokens should come within ``objective_ttft_s``.
 
-    Args:
-        result: result of the run; at least one request arrived at ``measured_from_s`` or later.
-        measured_from_s: requests that arrived earlier do not count.
-        objective_ttft_s: seconds in which the first token should come.
+    Requests that arrived before ``measured_from_s`` do not count; at least one came later.
     """
     counted = [each for each in result.served if each.request.arrival_s >= measured_from_s]
     by_tier = {tier: [each for each in counted if each.request.tier is tier] for tier in Tier}

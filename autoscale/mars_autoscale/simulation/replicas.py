@@ -57,9 +57,7 @@ class ReplicaSettings(Settings):
     def speed_of(self, number: int, now_s: float) -> float:
         """Return the real speed of a replica, as a multiple of the model's.
 
-        Args:
-            number: number of replicas that were started before it.
-            now_s: seconds into the trace.
+        ``number`` replicas were started before it; ``now_s`` is in seconds into the trace.
         """
         for each in reversed(self.real_speed):
             if each.from_s <= now_s and (number + 1) % each.one_in == 0:

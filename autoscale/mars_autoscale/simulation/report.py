@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -13,7 +12,7 @@ from rich.console import Group, RenderableType
 
 from mars_autoscale.simulation.compare import ComparedPolicy, PolicyComparison
 from mars_autoscale.simulation.figures import policy_columns, tier_columns
-from mars_platform.cli.report import Column, table_of, write_json
+from mars_platform.cli.report import Column, table_of
 
 _TIMELINES = ("joint", "ray", "keda")
 """Policies that are drawn over time: more lines cannot be told apart."""
@@ -47,20 +46,13 @@ def _name_of(compared: ComparedPolicy) -> str:
     return f"{compared.name} ({compared.variant})" if compared.variant else compared.name
 
 
-def write_files(comparison: PolicyComparison, json_file: Path | None) -> None:
-    """Write the figures if their file is given.
-
-    A time that is infinite because too many requests were rejected is null in the JSON.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    if json_file is not None:
-        policies = [
-            {"name": each.name, "variant": each.variant, **vars(each.figures)}
-            for each in comparison.policies
-        ]
-        write_json(json_file, {"policies": policies})
+def figures_json(comparison: PolicyComparison) -> dict[str, Any]:
+    """Return the content of the JSON file; a time that never came becomes null."""
+    policies = [
+        {"name": each.name, "variant": each.variant, **vars(each.figures)}
+        for each in comparison.policies
+    ]
+    return {"policies": policies}
 
 
 def picture_of(comparison: PolicyComparison) -> Figure:

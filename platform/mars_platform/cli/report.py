@@ -60,14 +60,13 @@ figure_column = partial(Column, justify="right", overflow="fold")
 def table_of(
     columns: Iterable[Column],
     *sections: Iterable[Any],
-    missing: str = "",
     infinite: str = "inf",
     **options: Any,
 ) -> Table:
     """Lay rows out in a table, in sections that a line separates.
 
-    ``missing`` is the text of a value that is None, ``infinite`` that of an infinite one. Further
-    arguments, such as ``title``, are those of `rich.table.Table`.
+    A value that is None leaves its cell empty, and ``infinite`` is the text of an infinite one.
+    Further arguments, such as ``title``, are those of `rich.table.Table`.
     """
     columns = list(columns)
     table = Table(**options)
@@ -81,16 +80,16 @@ def table_of(
     for rows in sections:
         for row in rows:
             table.add_row(
-                *(_text(column.value_of(row), column.spec, missing, infinite) for column in columns)
+                *(_text(column.value_of(row), column.spec, infinite) for column in columns)
             )
         table.add_section()
     return table
 
 
-def _text(value: float | str | None, spec: str, missing: str, infinite: str) -> str:
-    """Return a number as text, with words for None and infinity; text stays as it is."""
+def _text(value: float | str | None, spec: str, infinite: str) -> str:
+    """Return a number as text, nothing for None and a word for infinity; text stays as it is."""
     if value is None:
-        return missing
+        return ""
     if isinstance(value, str):
         return value
     return infinite if math.isinf(value) else format(value, spec)

@@ -47,9 +47,7 @@ _log = logging.getLogger(__name__)
 class Governor:
     """The live τ of some models, and their outer loops; all methods run on one event loop.
 
-    Args:
-        decide: the policy.
-        clock: time in seconds by which models are forgotten.
+    ``decide`` is the policy, ``clock`` the time in seconds by which models are forgotten.
     """
 
     def __init__(
@@ -293,12 +291,8 @@ async def _decide_once(
 ) -> tuple[AutoscalerDecision, asyncio.Task[DecisionAndState] | None]:
     """Take a decision, or hold if there is none within its period.
 
-    Args:
-        loop: the model's outer loop.
-        late: answer that an earlier decision still waits for; its result is discarded.
-
-    Returns:
-        The decision, and the answer that is late now.
+    ``late`` is the answer that an earlier decision still waits for; its result is discarded.
+    Returned are the decision, and the answer that is late now.
     """
     assert loop.basis is not None, "a replica has reported"
     question = loop.question(time.time())

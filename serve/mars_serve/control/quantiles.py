@@ -41,12 +41,7 @@ def quantile(bounds: Sequence[float], counts: Mapping[int, int], share: float) -
 
 
 class RecentValues:
-    """The values that were counted in the latest seconds.
-
-    Args:
-        seconds: number of seconds that are kept.
-        bounds: upper ends of the buckets, rising.
-    """
+    """The values of the latest ``seconds``, in buckets whose upper ends are ``bounds``, rising."""
 
     def __init__(self, seconds: int, bounds: Sequence[float]) -> None:
         self._seconds = seconds

@@ -113,11 +113,9 @@ class Scheduler:
         return self._give_pages(self._plan(members, masks, may_shrink=choose_masks is not None))
 
     def commit_cached(self, row: ScheduledRow, num_right: int = 0) -> None:
-        """Count a row's tokens as cached, and offer the pages that became full to other requests.
+        """Count tokens of a row that has run as cached, and offer pages that became full to others.
 
-        Args:
-            row: a row of the step that has run.
-            num_right: leading drafts of the row that have been committed.
+        ``num_right`` leading drafts of the row have been committed.
         """
         request = row.request
         first = request.num_cached // self.pool.page_size

@@ -59,8 +59,7 @@ class ThresholdController:
     def step(self, now_s: float) -> None:
         """Choose τ by the engine's load and apply it, if that is this object's task.
 
-        Args:
-            now_s: time in seconds on any clock that does not jump.
+        ``now_s`` is the time on any clock that does not jump.
 
         Raises:
             EngineDied: the engine has stopped.

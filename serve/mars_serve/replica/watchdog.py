@@ -46,11 +46,7 @@ class PulseReader:
     _looked_s: float | None = None
 
     def look(self, now_s: float) -> None:
-        """Look at the pulse.
-
-        Args:
-            now_s: time in seconds by any clock that does not jump.
-        """
+        """Look at the pulse at ``now_s``, by any clock that does not jump."""
         beat_s, looked_s = self.pulse.beat_s, self._looked_s
         self._looked_s = now_s
         if looked_s is None or beat_s != self._beat_s:

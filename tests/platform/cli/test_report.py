@@ -40,10 +40,10 @@ def test_rows_may_be_mappings_or_objects_and_columns_format_their_values() -> No
         Column("double", lambda row: None if row.speed is None else "text", ".2f"),
     ]
     results = [Result("a", Speed(1234.5)), Result("b", Speed(None)), Result("c", Speed(math.inf))]
-    table = table_of(columns, results[:1], results[1:], missing="-", infinite="never")
+    table = table_of(columns, results[:1], results[1:], infinite="never")
     assert [list(column.cells) for column in table.columns] == [
         ["a", "b", "c"],
-        ["1,234.5", "-", "never"],
+        ["1,234.5", "", "never"],
         ["text"] * 3,
     ]
     assert [row.end_section for row in table.rows] == [True, False, True]

@@ -58,11 +58,7 @@ class _Sample:
         return self.request.num_prompt + len(self.served)
 
     def outcome(self, diverged: int | None) -> AuditOutcome:
-        """Return the outcome.
-
-        Args:
-            diverged: index of the first token that differs, or None.
-        """
+        """Return the outcome; ``diverged`` is the index of the first token that differs, if any."""
         options = self.request.options
         group = group_of(self.request.tenant)
         found = AuditOutcome(options.tier, options.is_plain, group=group)
@@ -117,11 +113,8 @@ class Auditor:
     ) -> None:
         """Start without any output.
 
-        Args:
-            engine: the engine whose outputs are audited.
-            share: share of the outputs to audit, of those that may be, in [0, 1].
-            check: judges outputs, in a thread of its own.
-            seed: determines which outputs are sampled; by default they differ from start to start.
+        ``share``, in [0, 1], is that of the outputs to audit, of those that may be. ``check``
+        judges outputs, in a thread of its own. Without a ``seed`` samples differ between starts.
         """
         self._engine = engine
         self._share = share
@@ -264,12 +257,9 @@ def _is_auditable(request: Request) -> bool:
 
 
 def _again(sample: _Sample, name: str, *, to_the_end: bool) -> Request:
-    """Return the request that decodes a prompt again in mode exact.
+    """Return the request, with the id ``name``, that decodes a prompt again in mode exact.
 
-    Args:
-        sample: the output that was served.
-        name: id of the request.
-        to_the_end: whether the whole output of mode exact is wanted.
+    If ``to_the_end``, the whole output of mode exact is wanted.
     """
     served, options = sample.request, sample.request.options
     exact = DecodingOptions(

@@ -72,9 +72,7 @@ class RequestFailed(RuntimeError):
 class QueueFull(RuntimeError):
     """Raised when there is no room, or when a request would come too late; try again later.
 
-    Args:
-        reason: message of the error.
-        wait_s: seconds after which the request would come in time; None if there is no room.
+    ``wait_s`` are the seconds after which the request would come in time; None if there is no room.
     """
 
     def __init__(self, reason: str, wait_s: float | None = None) -> None:

@@ -22,11 +22,7 @@ class Compilers:
     """
 
     def __init__(self, compile_grammar: Callable[[Request], None]) -> None:
-        """Start no thread yet.
-
-        Args:
-            compile_grammar: called in several threads; must not raise.
-        """
+        """Start no thread yet; ``compile_grammar`` is called in several, and must not raise."""
         self._compile_grammar = compile_grammar
         self._pool = ThreadPoolExecutor(_NUM_THREADS, "grammar")
         self._lock = threading.Lock()

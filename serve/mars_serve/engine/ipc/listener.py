@@ -70,12 +70,10 @@ class Listener:
     """Accepts connections in threads of its own until it is closed."""
 
     def __init__(self, host: str, on_connection: Callable[[Channel], None]) -> None:
-        """Start to listen on a free port.
+        """Start to listen on a free port of the interface with the address ``host``.
 
-        Args:
-            host: address of the interface to listen on.
-            on_connection: called with each connection whose other end knows the token, in a thread
-                of its own.
+        ``on_connection`` is called with each connection whose other end knows the token, in a
+        thread of its own.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family, backlog=_BACKLOG)

@@ -34,12 +34,7 @@ class Pulse:
         self._fields[_BEAT] = time.monotonic()
 
     def begin(self, positions: int, cached_tokens: int) -> None:
-        """Show that a step begins.
-
-        Args:
-            positions: positions that the step feeds, over all its rows.
-            cached_tokens: cached tokens that it reads, over all its rows.
-        """
+        """Show that a step begins, which feeds and reads so much over all its rows."""
         self._fields[_CACHED_TOKENS] = float(cached_tokens)
         self._fields[_POSITIONS] = float(positions)
         self._fields[_BEAT] = time.monotonic()

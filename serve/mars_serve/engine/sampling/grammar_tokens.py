@@ -15,11 +15,9 @@ _NAME_BYTES = 12
 
 
 def with_secret_names(serialized: str, control: Collection[int]) -> str:
-    """Return a tokenizer with other, secret names for its control tokens.
+    """Return a tokenizer with other, secret names for its control tokens, whose ids are given.
 
-    Args:
-        serialized: the tokenizer as JSON, in the form of the library tokenizers.
-        control: ids of the control tokens.
+    The tokenizer is JSON in the form of the library tokenizers.
     """
     content = json.loads(serialized)
     names = {

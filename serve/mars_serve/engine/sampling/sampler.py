@@ -99,8 +99,7 @@ class Behind(NamedTuple):
     def chosen(self, tokens: list[int]) -> list[int] | None:
         """Return the tokens up to behind the drafts, or None if the drafts are wrong.
 
-        Args:
-            tokens: tokens that the row chooses which checks them.
+        ``tokens`` are those that the row chooses which checks them.
         """
         count = len(self.drafts)
         return tokens[: count + 1] if tokens[:count] == self.drafts else None

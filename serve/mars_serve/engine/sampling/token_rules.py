@@ -38,8 +38,7 @@ class TokenRules:
     def allowed_after(self, output: Sequence[int]) -> Tensor:
         """Return the tokens that may follow an output: bool [vocabulary], not to be modified.
 
-        Args:
-            output: the output, or at least its last ``num_before`` tokens.
+        The last ``num_before`` tokens of the output are enough.
         """
         last = tuple(output)
         words = self._longer.get(last[-1], ()) if last else ()
