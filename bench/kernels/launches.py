@@ -39,8 +39,12 @@ class Attention:
     positions: int
     rows: int = 1
     dtype: torch.dtype = torch.bfloat16
+    pages: torch.dtype | None = None
+    """Type of cached keys and values, by default that of the queries."""
     page_size: int = 64
     context: int = 32768
+    window: int = 0
+    sinks: bool = False
 
     def __call__(self) -> Tensor:
         """Launch the kernels."""
@@ -62,20 +66,25 @@ class Attention:
                 [self.heads, self.kv_heads, self.kv_heads], dim=1
             )
             pages = torch.empty(
-                2, 9, self.page_size, self.kv_heads, self.head_dim, dtype=self.dtype
+                2, 9, self.page_size, self.kv_heads, self.head_dim, dtype=self.pages or self.dtype
             )
             numbers = partial(torch.empty, dtype=torch.long)
+            scale = 1.0 if self.pages is None else 0.5
             return attention_triton.paged_attention(
                 *parts,
                 *pages,
                 numbers(self.rows, shape.num_pages),
-                *(numbers(self.positions) for _ in range(2)),
+                *(numbers(self.positions) for _ in range(3)),
                 numbers(tiling.most_pieces(shape), PIECE_FIELDS),
                 numbers(self.positions, COMBINE_FIELDS),
                 self.head_dim**-0.5,
                 tiling.block_m(shape),
                 tiling.block_n,
                 tiling.num_slots(shape),
+                self.window,
+                torch.empty(self.heads, dtype=self.dtype) if self.sinks else None,
+                scale,
+                scale,
             )
 
 
@@ -140,6 +149,7 @@ def propose() -> None:
     acceptance_triton.propose(logits, is_banned, numbers, numbers.double())
 
 
+F8 = torch.float8_e4m3fn
 LAUNCHES: dict[str, Launch] = {
     "attention 7B ar": Attention(28, 4, 128, positions=1),
     "attention 7B decoding": Attention(28, 4, 128, positions=9),
@@ -159,6 +169,10 @@ LAUNCHES: dict[str, Launch] = {
     "attention pages of 16": Attention(28, 4, 128, positions=9, page_size=16),
     "attention pages of 48": Attention(28, 4, 128, positions=9, page_size=48),
     "attention pages of 256": Attention(28, 4, 128, positions=9, page_size=256),
+    "attention window and sinks": Attention(64, 8, 64, positions=9, window=128, sinks=True),
+    "attention window prompt": Attention(64, 8, 64, positions=2048, window=128, sinks=True),
+    "attention 8-bit pages": Attention(28, 4, 128, positions=9, pages=F8),
+    "attention 8-bit pages prompt": Attention(28, 4, 128, positions=2048, pages=F8),
     "layer 0.5B": Layer(14, 2, 64, hidden=896, intermediate=4864),
     "layer 7B": Layer(28, 4, 128, hidden=3584, intermediate=18944),
     "layer with norms of heads": Layer(32, 8, 128, hidden=4096, intermediate=12288, has_norms=True),
@@ -168,6 +182,7 @@ LAUNCHES: dict[str, Launch] = {
 }
 QUICK = (
     "attention 7B decoding",
+    "attention window and sinks",
     "layer 7B",
     "adapter 7B MLP",
     "proposals",

@@ -65,11 +65,11 @@ class AttentionStep:
         output = attention.attend(0, self.query, self.key, self.value, SCALING, metadata)
         return output[: self.batch.num_positions]
 
-    def expected(self) -> Tensor:
+    def expected(self, window: int = 0, sinks: Tensor | None = None) -> Tensor:
         """Attend densely in each row by itself."""
-        return torch.cat([self._expected(row) for row in self.batch.rows])
+        return torch.cat([self._expected(row, window, sinks) for row in self.batch.rows])
 
-    def _expected(self, row: BatchRow) -> Tensor:
+    def _expected(self, row: BatchRow, window: int, sinks: Tensor | None) -> Tensor:
         own = slice(row.start, row.start + row.length)
         queries = self.query[own].float()
         keys, values = (
@@ -80,9 +80,18 @@ class AttentionStep:
         )
         seen = torch.ones(row.length, len(keys), device=keys.device)
         seen[:, row.num_cached :] = _seen(row.num_tokens - row.num_drafts, row.masks)
+        positions = torch.tensor(
+            [*range(row.num_cached), *self.batch.position_ids[own]], device=keys.device
+        )
+        if window:
+            seen *= positions > positions[row.num_cached :, None] - window
         scores = torch.einsum("qhd,khd->hqk", queries, keys) * SCALING
         scores = scores.masked_fill(~seen.bool(), -torch.inf)
-        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+        if sinks is not None:
+            sink = sinks.float()[:, None, None].expand(-1, row.length, 1)
+            scores = torch.cat([scores, sink], dim=-1)
+        weights = scores.softmax(-1)[..., : len(keys)]
+        return torch.einsum("hqk,khd->qhd", weights, values)
 
 
 def _seen(num_tokens: int, masks: tuple[int, ...]) -> Tensor:

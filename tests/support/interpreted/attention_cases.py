@@ -40,8 +40,11 @@ class Case:
     head_dim: int = 16
     block_n: int = 16
     num_pieces: int = 1
+    window: int = 0
+    has_sinks: bool = False
     room: tuple[int, int, int] = (0, 0, 0)
     """Positions, rows and pages that the step's shape has to spare."""
+    has_8_bit_pages: bool = False
 
     @property
     def id(self) -> str:
@@ -74,6 +77,13 @@ def _cases_of_sizes() -> Iterator[Case]:
 
 
 def _cases_of_cuts() -> Iterator[Case]:
+    for window, pieces in product((1, 2, 7, 16, 40), (1, 4)):
+        rows = ((50, 1, (3,)), (9, 3, (2, 0, 2)), (0, 20, (0,)))
+        yield Case(f"window {window}, {pieces} pieces", rows, window=window, num_pieces=pieces)
+    for window, pieces in product((0, 9), (1, 4)):
+        name = f"sinks, window {window}, {pieces} pieces"
+        rows = ((50, 1, (3,)), (9, 3, (2, 0, 2)))
+        yield Case(name, rows, window=window, num_pieces=pieces, has_sinks=True)
     for room in ((0, 0, 3), (0, 2, 0), (5, 0, 0), (7, 3, 2), (40, 4, 1)):
         yield Case(f"room for {room}", ((40, 1, (3,)), (3, 2, (0,))), room=room, num_pieces=3)
     for pieces in (2, 5, 9, 40):
@@ -94,6 +104,8 @@ def _random_case(seed: int) -> Case:
         heads=(kv_heads * source.choice([1, 3, 4]), kv_heads),
         head_dim=source.choice([16, 24, 64]),
         num_pieces=source.choice([1, 3, 8]),
+        window=source.choice([0, 0, 5]),
+        has_sinks=source.random() < 0.3,
         room=(source.randint(0, 3), source.randint(0, 2), source.randint(0, 2)),
     )
 
@@ -101,6 +113,14 @@ def _random_case(seed: int) -> Case:
 CASES = [
     replace(case, dtype=tuple(DTYPES)[(index + index // 2) % 2])  # both in each pair of a product
     for index, case in enumerate(_cases())
+] + [
+    Case(
+        f"8-bit pages, {pieces} pieces",
+        ((70, 1, (3,)), (5, 2, (0,))),
+        num_pieces=pieces,
+        has_8_bit_pages=True,
+    )
+    for pieces in (1, 4)
 ]
 
 
@@ -109,8 +129,13 @@ def difference(case: Case) -> float:
     from mars_serve.engine.kernels.attention_triton import paged_attention
 
     (heads, kv_heads), dtype = case.heads, DTYPES[case.dtype]
+    cpu, scale = torch.device("cpu"), 0.5 if case.has_8_bit_pages else 1.0
     sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": case.head_dim}
-    step = AttentionStep(case.rows, torch.device("cpu"), dtype, case.page_size, **sizes)
+    step = AttentionStep(case.rows, cpu, dtype, case.page_size, **sizes)
+    pages = step.pages
+    if case.has_8_bit_pages:
+        pages = (step.pages / scale).to(torch.float8_e4m3fn)
+        step.pages = pages.to(dtype) * scale
     attention = PagedAttention(
         KeyValueShape(1, kv_heads, case.head_dim),
         num_query_heads=heads,
@@ -122,26 +147,32 @@ def difference(case: Case) -> float:
         attention.tiling, block_n=case.block_n, num_pieces=case.num_pieces, fewest_blocks=1
     )
     metadata, query, key, value = _with_room(case, step, attention)
+    sinks = torch.randn(heads, dtype=dtype) if case.has_sinks else None
     shape = metadata.shape
     output = paged_attention(
         query,
         key,
         value,
-        *_only_cached(step),
+        *_only_cached(step, pages),
         metadata.page_table,
         metadata.leading,
         metadata.own,
+        metadata.positions,
         metadata.pieces,
         metadata.combine,
         SCALING,
         tiling.block_m(shape),
         tiling.block_n,
         tiling.num_slots(shape),
+        case.window,
+        sinks,
+        scale,
+        scale,
     )
     used = step.batch.num_positions
     assert (output[used:] == 0).all(), "padding gives 0"
     assert output.dtype == dtype
-    return (output[:used] - step.expected()).abs().max().item()
+    return (output[:used] - step.expected(case.window, sinks)).abs().max().item()
 
 
 def _with_room(
@@ -164,13 +195,13 @@ def _with_room(
     return attention.unpack(torch.from_numpy(numbers), shape), *parts
 
 
-def _only_cached(step: AttentionStep) -> Tensor:
+def _only_cached(step: AttentionStep, pages: Tensor) -> Tensor:
     """Return the pages with NaN wherever no cached token lies."""
-    kept = torch.zeros(step.pages.shape[1:3], dtype=torch.bool)
+    kept = torch.zeros(pages.shape[1:3], dtype=torch.bool)
     for row in step.batch.rows:
         tokens = torch.arange(row.num_cached)
         kept[torch.tensor(row.pages)[tokens // step.page_size], tokens % step.page_size] = True
-    return step.pages.masked_fill(~kept[..., None, None], torch.nan)
+    return pages.float().masked_fill(~kept[..., None, None], torch.nan).to(pages.dtype)
 
 
 def main() -> None:

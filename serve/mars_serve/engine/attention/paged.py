@@ -37,6 +37,7 @@ class PagedMetadata:
     shape: StepShape
     slots: Tensor
     """int64 [positions], where in the flattened pages keys and values are written."""
+    positions: Tensor
     leading: Tensor
     own: Tensor
     combine: Tensor
@@ -84,7 +85,7 @@ class PagedAttention:
     def sizes(self, shape: StepShape) -> list[int]:
         """Return the integers of each part of a step's metadata, in the order of `unpack`."""
         return [
-            *[shape.num_positions] * 3,
+            *[shape.num_positions] * 4,
             shape.num_positions * COMBINE_FIELDS,
             shape.num_rows * shape.num_pages,
             self.tiling.most_pieces(shape) * PIECE_FIELDS,
@@ -97,7 +98,7 @@ class PagedAttention:
         """
         numbers.fill(0)
         ends = accumulate(self.sizes(shape), initial=0)
-        slots, leading, own, combine, table, pieces = (
+        slots, positions, leading, own, combine, table, pieces = (
             numbers[begin:end] for begin, end in pairwise(ends)
         )
         used, rows = batch.num_positions, Rows.of(batch)
@@ -105,6 +106,7 @@ class PagedAttention:
         num_pages = min(pages.shape[1], shape.num_pages)
         table.reshape(shape.num_rows, -1)[: len(pages), :num_pages] = pages[:, :num_pages]
         slots[:] = self._waste
+        positions[: len(batch.position_ids)] = batch.position_ids
         row = np.repeat(np.arange(len(batch.rows)), rows.lengths)
         offset = np.arange(used) - rows.starts[row]
         num_tokens = rows.num_tokens[row]
@@ -128,10 +130,13 @@ class PagedAttention:
 
     def unpack(self, numbers: Tensor, shape: StepShape) -> PagedMetadata:
         """Return the metadata of a step, views of its integers on the device."""
-        slots, leading, own, combine, table, pieces = torch.split(numbers, self.sizes(shape))
+        slots, positions, leading, own, combine, table, pieces = torch.split(
+            numbers, self.sizes(shape)
+        )
         return PagedMetadata(
             shape=shape,
             slots=slots,
+            positions=positions,
             leading=leading,
             own=own,
             combine=combine.view(-1, COMBINE_FIELDS),
@@ -176,6 +181,7 @@ class PagedAttention:
             metadata.page_table,
             metadata.leading,
             metadata.own,
+            metadata.positions,
             metadata.pieces,
             metadata.combine,
             scaling,

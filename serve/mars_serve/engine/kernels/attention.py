@@ -28,8 +28,9 @@ combine; and the position's rank in its tile."""
 
 SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor key_pages, Tensor value_pages, "
-    "Tensor page_table, Tensor leading, Tensor own, Tensor pieces, Tensor combine, "
-    "float scaling, int block_m, int block_n, int num_slots) -> Tensor"
+    "Tensor page_table, Tensor leading, Tensor own, Tensor positions, Tensor pieces, "
+    "Tensor combine, float scaling, int block_m, int block_n, int num_slots, int window=0, "
+    "Tensor? sinks=None, float key_scale=1.0, float value_scale=1.0) -> Tensor"
 )
 
 
@@ -42,12 +43,17 @@ def paged_attention_twin(
     page_table: Tensor,  # int64 [rows, pages of a row]
     leading: Tensor,  # int64 [positions]
     own: Tensor,  # int64 [positions]
+    positions: Tensor,  # int64 [positions]
     pieces: Tensor,  # int64 [pieces, PIECE_FIELDS]
     combine: Tensor,  # int64 [positions, COMBINE_FIELDS]
     scaling: float,
     block_m: int,
     block_n: int,
     num_slots: int,
+    window: int = 0,
+    sinks: Tensor | None = None,  # [heads]
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """Attend from all positions of a step in one layer, in plain torch.
 
@@ -60,12 +66,17 @@ def paged_attention_twin(
         page_table: pages of each row's cached tokens.
         leading: see `BatchRow.visible`, as for the next.
         own: the position sees those of its row before ``leading``, and from ``own`` to itself.
+        positions: the position of each token in its text, for windows.
         pieces: the work; see `PIECE_FIELDS`. Every query is in a tile.
         combine: see `COMBINE_FIELDS`.
         scaling: factor of the scores.
         block_m: queries of a tile times the query heads of a key/value head, and room for more.
         block_n: keys in a block.
         num_slots: room for partial results; 0 if each tile is one piece.
+        window: number of last tokens that a query sees, itself included; 0 for all.
+        sinks: a further score of each head, which takes part in the softmax and has no value.
+        key_scale: factor of the cached keys, for pages in 8-bit numbers.
+        value_scale: factor of the cached values.
 
     Returns:
         [positions, heads, head_dim]; 0 for queries without a visible key.
@@ -81,17 +92,28 @@ def paged_attention_twin(
             continue
         pages = page_table[row, : -(-num_cached // page_size)]
         keys, values = (
-            torch.cat([stored[pages].flatten(0, 1)[:num_cached], fresh[start:end]]).float()
-            for stored, fresh in ((key_pages, key), (value_pages, value))
+            torch.cat(
+                [
+                    stored[pages].flatten(0, 1)[:num_cached].float() * scale,
+                    fresh[start:end].float(),
+                ]
+            )
+            for stored, fresh, scale in (
+                (key_pages, key, key_scale),
+                (value_pages, value, value_scale),
+            )
         )
         tile = slice(first, end)
         visible = _visible(leading[tile], own[tile], first - start, num_cached)
+        if window:
+            seen = torch.arange(num_cached, device=query.device)
+            seen = torch.cat([seen, positions[start:end]])
+            visible &= seen > positions[tile, None] - window
         visible &= _covered(ranges, num_cached, end - start, block_n).to(query.device)
         queries = query[tile].float().reshape(end - first, num_kv_heads, -1, query.shape[-1])
         scores = torch.einsum("qhgd,khd->qhgk", queries, keys) * scaling
         scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
-        is_blind = ~visible.any(-1)[:, None, None, None]
-        weights = scores.softmax(-1).masked_fill(is_blind, 0.0)
+        weights = _softmax(scores, sinks)
         output[tile] = torch.einsum("qhgk,khd->qhgd", weights, values).flatten(1, 2).to(query.dtype)
     return output
 
@@ -113,6 +135,17 @@ def _covered(ranges: list[tuple[int, int]], num_cached: int, num_own: int, block
     for begin, stop in ranges:
         covered |= (block >= begin) & (block < stop)
     return covered
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the weights of keys, 0 for all if a query sees none."""
+    if sinks is not None:
+        sink = sinks.float().view(1, *scores.shape[1:3], 1).expand(len(scores), -1, -1, 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = scores.softmax(-1)
+    if sinks is None:
+        return weights.masked_fill((scores == -torch.inf).all(-1, keepdim=True), 0.0)
+    return weights[..., :-1]
 
 
 def _shape(query: Tensor, *_: object, **__: object) -> Tensor:

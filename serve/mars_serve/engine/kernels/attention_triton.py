@@ -17,10 +17,10 @@ from torch import Tensor
 
 from mars_serve.engine.kernels.attention import COMBINE_FIELDS, PIECE_FIELDS
 
-_LOG2_E = 1.4426950408889634
+_LOG2_E = tl.constexpr(1.4426950408889634)
 _LARGE_MEMORY = frozenset({(8, 0), (9, 0), (10, 0), (10, 3)})
 """Compute capabilities whose blocks may take 160 KiB of shared memory or more; others have 99."""
-_UNALIGNED = ["page_table", "leading", "own", "pieces", "combine"]
+_UNALIGNED = ["page_table", "leading", "own", "positions", "pieces", "combine"]
 """Arguments that are views of one array, at an alignment that varies with the shape of the step;
 the kernels are not compiled anew for it."""
 
@@ -56,12 +56,17 @@ def paged_attention(
     page_table: Tensor,
     leading: Tensor,
     own: Tensor,
+    positions: Tensor,
     pieces: Tensor,
     combine: Tensor,
     scaling: float,
     block_m: int,
     block_n: int,
     num_slots: int,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """See `mars_serve.engine.kernels.attention.paged_attention_twin`."""
     num_positions, num_heads, head_dim = query.shape
@@ -88,8 +93,13 @@ def paged_attention(
         page_table,
         leading,
         own,
+        positions,
         pieces,
-        scaling * _LOG2_E,
+        output if sinks is None else sinks,
+        scaling * _LOG2_E.value,
+        key_scale,
+        value_scale,
+        window,
         page_table.stride(0),
         *query.stride()[:2],
         *key.stride()[:2],
@@ -102,6 +112,9 @@ def paged_attention(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_D=block_d,
+        HAS_WINDOW=window > 0,
+        HAS_SINKS=sinks is not None,
+        HAS_SCALES=key_scale != 1.0 or value_scale != 1.0,
         num_warps=num_warps,
         num_stages=num_stages,
         enable_fp_fusion=True,  # by default it depends on Triton's version
@@ -129,7 +142,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_UNALIGNED)
+@triton.jit(do_not_specialize=["window", "table_stride"], do_not_specialize_on_alignment=_UNALIGNED)
 def attend_kernel(
     query: tl.tensor,
     key: tl.tensor,
@@ -142,8 +155,13 @@ def attend_kernel(
     page_table: tl.tensor,
     leading: tl.tensor,
     own: tl.tensor,
+    positions: tl.tensor,
     pieces: tl.tensor,
+    sinks: tl.tensor,
     scale: tl.tensor,
+    key_scale: tl.tensor,
+    value_scale: tl.tensor,
+    window: tl.tensor,
     table_stride: tl.tensor,
     query_stride: tl.tensor,
     query_head_stride: tl.tensor,
@@ -159,6 +177,9 @@ def attend_kernel(
     BLOCK_M: tl.constexpr,  # noqa: N803
     BLOCK_N: tl.constexpr,  # noqa: N803
     BLOCK_D: tl.constexpr,  # noqa: N803
+    HAS_WINDOW: tl.constexpr,  # noqa: N803
+    HAS_SINKS: tl.constexpr,  # noqa: N803
+    HAS_SCALES: tl.constexpr,  # noqa: N803
 ) -> None:
     """Attend one piece for one key/value head."""
     piece = pieces + tl.program_id(0) * FIELDS
@@ -181,10 +202,17 @@ def attend_kernel(
     queries = tl.load(query + at[:, None] + column[None, :], mask=mask, other=0.0)
     lead = tl.load(leading + position, mask=inside, other=0).to(tl.int32)
     since = tl.load(own + position, mask=inside, other=0).to(tl.int32)
+    oldest = position * 0  # the first position that each query sees
+    if HAS_WINDOW:
+        oldest = tl.load(positions + position, mask=inside, other=2**30).to(tl.int32) - window + 1
 
     total = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     weight = tl.zeros([BLOCK_M], dtype=tl.float32)
     largest = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32) * _LOG2_E
+        largest = tl.where(begin == 0, sink, largest)  # in the tile's first piece
+        weight = tl.where(begin == 0, 1.0, weight)
 
     heads_stride = num_kv_heads * HEAD_DIM
     cached_blocks = tl.cdiv(num_cached, BLOCK_N)
@@ -198,7 +226,10 @@ def attend_kernel(
         begin,
         tl.minimum(stop, cached_blocks),
         num_cached,
+        oldest,
         scale,
+        key_scale,
+        value_scale,
         total,
         weight,
         largest,
@@ -206,11 +237,14 @@ def attend_kernel(
         HEAD_DIM,
         BLOCK_N,
         BLOCK_D,
+        HAS_WINDOW,
+        HAS_SCALES,
     )
     total, weight, largest = _attend_own(
         queries,
         key + start.to(tl.int64) * key_stride + kv_head * key_head_stride,
         value + start.to(tl.int64) * value_stride + kv_head * value_head_stride,
+        positions + start,
         key_stride,
         value_stride,
         tl.maximum(begin - cached_blocks, 0),
@@ -219,6 +253,7 @@ def attend_kernel(
         position - start,
         lead,
         since,
+        oldest,
         scale,
         total,
         weight,
@@ -226,6 +261,7 @@ def attend_kernel(
         HEAD_DIM,
         BLOCK_N,
         BLOCK_D,
+        HAS_WINDOW,
     )
     if slot < 0:
         total = total / tl.where(weight == 0.0, 1.0, weight)[:, None]
@@ -249,7 +285,10 @@ def _attend_cached(
     begin: tl.tensor,
     stop: tl.tensor,
     num_cached: tl.tensor,
+    oldest: tl.tensor,
     scale: tl.tensor,
+    key_scale: tl.tensor,
+    value_scale: tl.tensor,
     total: tl.tensor,
     weight: tl.tensor,
     largest: tl.tensor,
@@ -257,9 +296,15 @@ def _attend_cached(
     HEAD_DIM: tl.constexpr,  # noqa: N803
     BLOCK_N: tl.constexpr,  # noqa: N803
     BLOCK_D: tl.constexpr,  # noqa: N803
+    HAS_WINDOW: tl.constexpr,  # noqa: N803
+    HAS_SCALES: tl.constexpr,  # noqa: N803
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Attend to blocks of cached keys, all of which are visible."""
+    """Attend to blocks of cached keys, all of which are visible but for a window."""
     column, rest = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    if HAS_WINDOW:
+        begin = tl.maximum(begin, tl.min(oldest, axis=0) // BLOCK_N)
+    if HAS_SCALES:
+        scale *= key_scale
     for block in range(begin, stop):
         index = block * BLOCK_N + rest
         live = index < num_cached
@@ -269,11 +314,16 @@ def _attend_cached(
         else:
             page = tl.load(table + index // PAGE_SIZE, mask=live, other=0)
             place = page * page_stride + index % PAGE_SIZE * token_stride
+        visible = live[None, :]
+        if HAS_WINDOW:
+            visible = visible & (index[None, :] >= oldest[:, None])
         keys = _load(key_pages, place, column, live, HEAD_DIM, BLOCK_D)
         values = _load(value_pages, place, column, live, HEAD_DIM, BLOCK_D)
         total, weight, largest = _update(
-            queries, keys, values, live[None, :], scale, total, weight, largest
+            queries, keys, values, visible, scale, total, weight, largest
         )
+    if HAS_SCALES:
+        total *= value_scale
     return total, weight, largest
 
 
@@ -282,6 +332,7 @@ def _attend_own(
     queries: tl.tensor,
     key: tl.tensor,
     value: tl.tensor,
+    positions: tl.tensor,
     key_stride: tl.tensor,
     value_stride: tl.tensor,
     begin: tl.tensor,
@@ -290,6 +341,7 @@ def _attend_own(
     offset: tl.tensor,
     lead: tl.tensor,
     since: tl.tensor,
+    oldest: tl.tensor,
     scale: tl.tensor,
     total: tl.tensor,
     weight: tl.tensor,
@@ -297,6 +349,7 @@ def _attend_own(
     HEAD_DIM: tl.constexpr,  # noqa: N803
     BLOCK_N: tl.constexpr,  # noqa: N803
     BLOCK_D: tl.constexpr,  # noqa: N803
+    HAS_WINDOW: tl.constexpr,  # noqa: N803
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Attend to blocks of the row's own keys; see `BatchRow.visible`."""
     column, rest = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
@@ -305,6 +358,9 @@ def _attend_own(
         live = index < num_keys
         before, after = index[None, :] < lead[:, None], index[None, :] >= since[:, None]
         visible = before | (after & (index[None, :] <= offset[:, None]))
+        if HAS_WINDOW:
+            where = tl.load(positions + index, mask=live, other=0).to(tl.int32)
+            visible = visible & (where[None, :] >= oldest[:, None])
         keys = _load(key, index.to(tl.int64) * key_stride, column, live, HEAD_DIM, BLOCK_D)
         values = _load(value, index.to(tl.int64) * value_stride, column, live, HEAD_DIM, BLOCK_D)
         total, weight, largest = _update(
@@ -341,7 +397,7 @@ def _update(
     largest: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Add a block of keys to the sums of values and weights, relative to the largest score."""
-    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+    scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee") * scale
     scores = tl.where(visible, scores, -float("inf"))
     new = tl.maximum(largest, tl.max(scores, axis=1))
     base = tl.where(new == -float("inf"), 0.0, new)  # no query's first keys may all be hidden
@@ -349,7 +405,9 @@ def _update(
     decay = tl.exp2(largest - base)
     weight = weight * decay + tl.sum(weights, axis=1)
     total = total * decay[:, None]
-    total = tl.dot(weights.to(queries.dtype), values, total, input_precision="ieee")
+    total = tl.dot(
+        weights.to(queries.dtype), values.to(queries.dtype), total, input_precision="ieee"
+    )
     return total, weight, new
 
 
