@@ -5,7 +5,7 @@ A run continues an earlier one with the same model, data, machine and options th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +37,6 @@ from mars_serve.measure.frontier.measure import (
     measure_frontier,
     phases_left,
 )
-from mars_serve.measure.frontier.progress import WholeProgress
 from mars_serve.measure.frontier.working_file import WorkingFile, run_key
 from mars_serve.measure.options import CalibrateOptions
 
@@ -84,7 +83,7 @@ def calibrate_model(options: CalibrateOptions, console: Console) -> CalibrationR
         phases = phases_left(how, working.kept, num_items)
         if working.kept.calibration is None:
             phases = {"decode": num_items, "calibrate": 2.0 * num_items} | phases
-        on_progress = WholeProgress(display.update, phases).update
+        on_progress = with_work_to_come(display.update, phases)
         measured = _calibration(checkpoint, items, options.max_cursors, how, working, on_progress)
         file = write_calibration(checkpoint.own_path, measured.calibration)
         frontier = measure_frontier(checkpoint, items, how, working, on_progress)
@@ -101,6 +100,20 @@ def calibrate_model(options: CalibrateOptions, console: Console) -> CalibrationR
         frontier_file=frontier_file,
         frontier=frontier,
     )
+
+
+def with_work_to_come(update: Callable[..., None], phases: Mapping[str, float]) -> OnProgress:
+    """Return a function that shows phases by ``update``, with the time left for all of them.
+
+    ``phases`` has the expected work of each phase by its title, in any unit and in order.
+    """
+
+    def show(title: str, done: int, total: int, quality: str = "", /) -> None:
+        later = list(phases).index(title) + 1
+        to_come = total * sum(list(phases.values())[later:]) / phases[title]
+        update(title, done, total, quality, to_come=to_come)
+
+    return show
 
 
 def _frontier_options(options: CalibrateOptions, checkpoint: Checkpoint) -> FrontierOptions:

@@ -22,6 +22,7 @@ from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_platform.statistics import paired_difference, proportion, ratio_of_totals
 from mars_serve.engine.decoding_options import FinishReason
+from mars_serve.measure.calibrate import with_work_to_come
 from mars_serve.measure.evaluation.decoding import (
     ONE_TOKEN,
     DecodedItem,
@@ -39,7 +40,6 @@ from mars_serve.measure.frontier.measure import (
     phases_left,
 )
 from mars_serve.measure.frontier.points import mean_cached_tokens, point_of
-from mars_serve.measure.frontier.progress import WholeProgress
 from mars_serve.measure.frontier.report import frontier_figures, frontier_notes, useful_rungs
 from mars_serve.measure.frontier.working_file import (
     WORKING_FILE,
@@ -382,20 +382,11 @@ def test_notes_and_figures_have_t0_and_k(
     assert (found["t0_s"], found["positions_to_double"]) == told
 
 
-def test_the_time_left_is_that_of_all_phases() -> None:
-    told: list[tuple[str, int, int, str]] = []
-    now = [100.0]
-    progress = WholeProgress(
-        lambda *each: told.append(each), {"a": 10, "b": 30, "c": 60}, clock=lambda: now[0]
+def test_the_work_to_come_is_that_of_all_later_phases() -> None:
+    told: list[float] = []
+    show = with_work_to_come(
+        lambda *_, to_come: told.append(to_come), {"a": 10.0, "b": 30.0, "c": 60.0}
     )
-    for seconds, *step in [(1, "a", 1, 100), (20, "a", 4, 4), (40, "b", 1, 3), (3e4, "c", 1, 2)]:
-        now[0] = 100.0 + seconds
-        progress.update(*step)
-    progress.update("c", 2, 2)
-    assert [left for *_, left in told] == [
-        "",
-        "about 3 min left in all",  # 20 s for a tenth
-        "about 3 min left in all",  # 40 s for a fifth
-        "about 4 h left in all",
-        "",
-    ]
+    for title, done, total in [("a", 1, 100), ("b", 1, 3), ("c", 1, 2)]:
+        show(title, done, total)
+    assert told == [900, 6, 0]  # in parts of the phase that runs
