@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from mars_autoscale.model.capacity import Capacity
@@ -94,27 +95,18 @@ class FixedThreshold:
         return InnerLoopDecision(LiveDecoding(self.threshold, is_exact=self.is_exact))
 
 
-def decode_plainly() -> InnerLoopPolicy:
-    """Return an inner loop that stays at τ = 1 in mode ar."""
-    return FixedThreshold(1.0)
-
-
 @dataclass
 class StaticReplicas:
     """A constant number of replicas."""
 
     num_replicas: int
-    make_inner_loop: Callable[[], InnerLoopPolicy] = decode_plainly
+    inner_loop: Callable[[], InnerLoopPolicy] = field(default=partial(FixedThreshold, 1.0))
     """Makes the inner loop of a new replica."""
     period_s: float = 10.0
 
     def decide(self, _: Snapshot, /) -> Target:
         """Return the same number at every decision."""
         return Target(self.num_replicas)
-
-    def inner_loop(self) -> InnerLoopPolicy:
-        """Make the inner loop of a new replica."""
-        return self.make_inner_loop()
 
     def dispatch(self, _: int, /) -> Dispatch:
         """Make the server's queue."""

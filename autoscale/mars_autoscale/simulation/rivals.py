@@ -91,7 +91,7 @@ class Keda:
     """Waiting requests per replica."""
     tokens_per_s_target: float
     """Output tokens per second and replica."""
-    make_inner_loop: Callable[[], InnerLoopPolicy]
+    inner_loop: Callable[[], InnerLoopPolicy]
     """Makes the inner loop of a new replica."""
     max_replicas: int = 16
     rate_window_s: float = 60.0
@@ -134,10 +134,6 @@ class Keda:
         if abs(metric / (target * current) - 1) <= self.tolerance:
             return current
         return math.ceil(metric / target)
-
-    def inner_loop(self) -> InnerLoopPolicy:
-        """Make the inner loop of a new replica."""
-        return self.make_inner_loop()
 
     def dispatch(self, _: int, /) -> Dispatch:
         """Make the server's queue."""

@@ -33,7 +33,6 @@ _CHART_S, _TILE_S = 10, 60
 """Seconds over which percentiles are taken: those of rows, and those of the state."""
 _MAX_GAP_S = 60
 """Longest time without a report or a look for which rows are made up."""
-_FAILED = ("error",)
 _SHARES = (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
 
 
@@ -54,13 +53,9 @@ class ModelDashboard:
         self.members = ReplicaRegistry()
         self._history = History()
         self._events = deque[Event](maxlen=NUM_EVENTS)
-        self._chart = (
-            RecentValues(_CHART_S, FIRST_TOKEN_BOUNDS_S),
-            RecentValues(_CHART_S, TOKEN_GAP_BOUNDS_S),
-        )
-        self._tile = (
-            RecentValues(_TILE_S, FIRST_TOKEN_BOUNDS_S),
-            RecentValues(_TILE_S, TOKEN_GAP_BOUNDS_S),
+        self._chart, self._tile = (
+            [RecentValues(seconds, bounds) for bounds in (FIRST_TOKEN_BOUNDS_S, TOKEN_GAP_BOUNDS_S)]
+            for seconds in (_CHART_S, _TILE_S)
         )
         self._totals = Counter[str](), Counter[str]()
         """Requests that have ended by outcome, and refused ones by status and code."""
@@ -177,7 +172,7 @@ class ModelDashboard:
     def _rates(self, sums: Sums) -> dict[str, float | None]:
         counts, ended = sums.replicas, sums.ended
         refused = sum(sums.rejected.values())
-        failed = sum(ended[outcome] for outcome in _FAILED)
+        failed = ended["error"]
         generated, prompts = counts["num_generated_tokens"], counts["num_prompt_tokens"]
         passes, hits = counts["num_row_passes"], counts["num_prefix_hit_tokens"]
         row: dict[str, float | None] = {

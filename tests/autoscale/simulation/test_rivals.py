@@ -1,9 +1,11 @@
 """Checks of KEDA's arithmetic."""
 
+from functools import partial
+
 import pytest
 
 from mars_autoscale.policy.observe import Arrivals, ReplicaLoad, Snapshot
-from mars_autoscale.simulation.policies import decode_plainly
+from mars_autoscale.simulation.policies import FixedThreshold
 from mars_autoscale.simulation.rivals import Keda
 
 
@@ -13,7 +15,7 @@ def snapshot(now_s, num_replicas, *, waiting=0.0, requests_per_s=0.0):
 
 
 def keda(**options):
-    return Keda(4.0, 300.0, decode_plainly, **options)
+    return Keda(4.0, 300.0, partial(FixedThreshold, 1.0), **options)
 
 
 @pytest.mark.parametrize(
