@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
@@ -10,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from mars_serve.engine.request import Request
 
 _NUM_THREADS = 4
-_MOST_OF_TENANT = 2
-"""Threads that one tenant's grammars may occupy, so that others find one free."""
+MOST_OF_TENANT = 1 if (os.cpu_count() or 1) <= 2 else 2
+"""Threads that one tenant's grammars may occupy, so that others find one free, and steps a core."""
 
 
 class Compilers:
@@ -53,7 +54,7 @@ class Compilers:
     def _begin(self) -> Request | None:
         """Take the next request, if there is one of a tenant that occupies few threads."""
         with self._lock:
-            due = (name for name in self._waiting if self._running[name] < _MOST_OF_TENANT)
+            due = (name for name in self._waiting if self._running[name] < MOST_OF_TENANT)
             tenant = next(due, None)
             if tenant is None:
                 return None

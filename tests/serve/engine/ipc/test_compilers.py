@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from decoding.engine_requests import make_request
-from mars_serve.engine.ipc.compilers import Compilers
+from mars_serve.engine.ipc.compilers import MOST_OF_TENANT, Compilers
 from mars_serve.engine.request import Request
 
 
@@ -38,7 +38,7 @@ def test_one_tenants_grammars_do_not_keep_anothers_waiting() -> None:
         compilers.submit(make_request(f"slow {number}", tenant="attacker"))
     compilers.submit(make_request("fast 1", tenant="other"))
     work.wait_for(1)
-    assert len(work.begun) == 3, "two of the attacker's have begun"
+    assert len(work.begun) == MOST_OF_TENANT + 1, "few of the attacker's have begun"
     for number in range(3):
         compilers.submit(make_request(f"fast {number + 2}", tenant=f"tenant {number % 2}"))
     work.wait_for(4)
@@ -72,9 +72,9 @@ def test_nothing_begins_after_closing() -> None:
     compilers = Compilers(work)
     for number in range(5):
         compilers.submit(make_request(f"slow {number}", tenant="one"))
-    while len(work.begun) < 2:
+    while len(work.begun) < MOST_OF_TENANT:
         pass
     compilers.close()
     work.may_end.set()
-    work.wait_for(2)
-    assert len(work.begun) == 2
+    work.wait_for(MOST_OF_TENANT)
+    assert len(work.begun) == MOST_OF_TENANT
