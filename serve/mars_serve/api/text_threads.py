@@ -23,9 +23,9 @@ LARGE = 2**18
 """Bytes of the largest body that is read beside others; larger ones are read one at a time."""
 _SHORT = 4096  # bytes of a text that holds nobody up
 _NUM_THREADS = 2
-_REST, _LARGE_REST = 1, 3
+_REST = 3
 """Times the length of a turn for which its key waits behind it, where other keys are active. The
-event loop reads the JSON of large bodies in one piece."""
+event loop reads the JSON of a body in one piece."""
 _ACTIVE_S = 10.0
 """Seconds for which a key counts as active behind its last request."""
 _RETRY_AFTER_S = 1
@@ -37,16 +37,13 @@ class Line:
     """Threads for which work waits by turns among keys, of which none ever has all.
 
     There are ``num`` threads, and as many turns at once. While ``has_others`` says that keys other
-    than a caller's are active, the caller's key has fewer, and rests after each turn for ``rest``
+    than a caller's are active, the caller's key has fewer, and rests after each turn for `_REST`
     times as long as the turn took.
     """
 
-    def __init__(
-        self, num: int, name: str, has_others: Callable[[Caller], bool], rest: int = _REST
-    ) -> None:
+    def __init__(self, num: int, name: str, has_others: Callable[[Caller], bool]) -> None:
         self._num = self._num_free = num
         self._has_others = has_others
-        self._rest = rest
         self._threads = ThreadPoolExecutor(num, name)
         self._most = 1
         """Turns that one key may have at once."""
@@ -81,7 +78,7 @@ class Line:
         if self._has_others(caller):
             loop = asyncio.get_running_loop()
             self._num_rests[caller.name] += 1
-            loop.call_later(self._rest * (loop.time() - begun_s), self._end_rest, caller.name)
+            loop.call_later(_REST * (loop.time() - begun_s), self._end_rest, caller.name)
         self._give()
 
     def _end_rest(self, key: str) -> None:
@@ -153,7 +150,7 @@ class TextThreads:
         self._line = Line(_NUM_THREADS, "texts", self._has_others)
         # A long text takes a hundred times its own memory, so there is one at a time. It has a
         # thread of its own for shorter ones not to wait for it.
-        self._large = Line(1, "large-texts", self._has_others, _LARGE_REST)
+        self._large = Line(1, "large-texts", self._has_others)
 
     @contextmanager
     def load(self, caller: Caller) -> Iterator[Load]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import sys
 import time
 from typing import Any
 
@@ -36,6 +37,9 @@ _MAX_ONGOING = 100_000
 """Concurrency limit of a replica in Ray Serve, never reached: requests wait in ingress replicas for
 the credits of engines, which alone know their load."""
 _UNKNOWN_HOST = "0.0.0.0"  # noqa: S104 - assumed only; nothing is bound to it
+_SWITCH_S = 0.0005
+"""Seconds after which a thread that reads a text lets the event loop run. Python's default is 5 ms,
+which each of the event loop's turns may have to wait."""
 _DRAIN_POLL_S = 0.2
 """Seconds between two checks whether a replica that shuts down still runs requests."""
 
@@ -75,6 +79,7 @@ class Ingress:
         from mars_serve.http.middleware.recording import write_logs_to_stderr
 
         write_logs_to_stderr()
+        sys.setswitchinterval(_SWITCH_S)
         app = create_app(self._models, self._settings, replica=self._replica)
         RayMirror(app.state.telemetry, metrics).start()
         self._report(app.state.telemetry)
