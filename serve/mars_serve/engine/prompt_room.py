@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 import numpy as np
 
 from mars_autoscale.model.step_times import StepTimes
+from mars_serve.engine.key_turns import KeyTurns
 from mars_serve.engine.request import Request
 from mars_serve.engine.scheduled_row import ScheduledRow
 
@@ -47,6 +48,8 @@ class PromptRoom:
         narrow, wide = (times.at(count, far) - times.at(count, 0) for count in (1, most))
         self._pair_s = max(wide - narrow, 0.0) / far / max(most / num_rows - 1, 1)
         """Seconds that each further position of a row takes for each cached token of the row."""
+        self.turns = KeyTurns(times)
+        """Chooses among rows while `has_several` keys."""
         self.most: int | None = None
         """Positions that the first prompt of the latest step might have; None before it."""
         self._left: int | None = None
@@ -58,16 +61,21 @@ class PromptRoom:
         self._active[request.key] = self._clock()
         self._active.move_to_end(request.key)
 
-    def begin(self, decoding: Collection[ScheduledRow], prompts: Collection[Request]) -> bool:
-        """Begin a step with the rows that decode, and return whether others wait for its end."""
+    def has_several(self, requests: Collection[Request]) -> bool:
+        """Whether several keys are active, those of the requests included."""
         while self._active and next(iter(self._active.values())) < self._clock() - _ACTIVE_S:
             self._active.popitem(last=False)
+        keys = {each.key for each in requests if not each.is_audit}
+        return len(self._active.keys() | keys) > 1
+
+    def begin(self, decoding: Collection[ScheduledRow], prompts: Collection[Request]) -> bool:
+        """Begin a step with the rows that decode, and return whether others wait for its end."""
         self._positions = self._cached_tokens = 0
         self._pairs_s, self._left = 0.0, None
         for row in decoding:
             self._count(row)
         self._base_s = self._times.at(self._positions, self._cached_tokens)
-        return bool(decoding) or len(self._active.keys() | {each.key for each in prompts}) > 1
+        return bool(decoding) or self.has_several(prompts)
 
     def positions(self, request: Request, most: int) -> int:
         """Return how many positions a prompt may have in the step, ``most`` or fewer.

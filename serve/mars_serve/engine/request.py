@@ -66,6 +66,10 @@ class Request:
     num_cached: int = 0
     """Leading tokens whose keys and values are in the KV cache."""
     pages: list[int] = field(default_factory=list)
+    choice_s: float = 0.0
+    """CPU seconds of choosing its tokens in its last step, without those of its grammar."""
+    last_turn: int = 0
+    """Number of its last step of those in which the rows of a key take turns."""
     finish_reason: FinishReason | None = None
     arrival: int = -1
     """Number in the order of arrival, set by the scheduler."""
@@ -133,6 +137,15 @@ class Request:
         if self.span is not before:
             self.follow(live)
         return self.span is not before
+
+    def charge(self, seconds: float) -> None:
+        """Count CPU seconds of choosing its tokens in the current step."""
+        self.choice_s += seconds
+
+    @property
+    def chosen_s(self) -> float:
+        """CPU seconds of choosing its tokens in its last step, by its grammar, too."""
+        return self.choice_s + ((self.matcher.last_s or 0.0) if self.matcher is not None else 0.0)
 
     @property
     def is_audit(self) -> bool:

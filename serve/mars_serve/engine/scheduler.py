@@ -5,8 +5,9 @@ can, either a chunk of its prompt or its uncached tokens and masks. Requests are
 audits behind all tiers, then by arrival. Pages are held for committed tokens and drafts only; if
 the pages run out, the last request in order is preempted: it gives up its pages and waits again.
 
-The first running request in order gets a row in every step, and all pages that it needs. So every
-request whose longest possible length fits the pool ends.
+The first running request in order gets a row in every step, or in one of a few where the rows of a
+key take turns (`KeyTurns`), and all pages that it needs. So every request whose longest possible
+length fits the pool ends.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from heapq import heapify, heappop, heappush
 from itertools import groupby
 
+from mars_serve.engine.key_turns import KeyTurns
 from mars_serve.engine.pages import PagePool, page_key, root_key
 from mars_serve.engine.prompt_room import PromptRoom
 from mars_serve.engine.request import MAX_AUDIT_DRAFTS, Request
@@ -73,6 +75,8 @@ class Scheduler:
         self._num_arrived = 0
         self._num_computed: dict[str, int] = {}
         """Prompt tokens computed for each key that has prompts to compute, see `_by_turns`."""
+        self._turns: KeyTurns | None = None
+        """Chooses among the rows of the step; None while one key alone is active."""
         self._was_quarantine = False
         """Whether the last step was that of a request in quarantine."""
 
@@ -108,7 +112,9 @@ class Scheduler:
         for request in self.running:
             if request.in_prefill(self.window):
                 self._count_prefix_hit(request, self._take_cached(request))
-        members = self._members()
+        room = self.prompt_room
+        self._turns = room.turns if room and room.has_several(self.running) else None
+        members = self._turns.members(self._members()) if self._turns else self._members()
         masks = self._masks(members, choose_masks)
         return self._give_pages(self._plan(members, masks, may_shrink=choose_masks is not None))
 
@@ -295,12 +301,13 @@ class Scheduler:
         prompts = [request for request in members if request.in_prefill(self.window)]
         decoding = [request for request in members if not request.in_prefill(self.window)]
         num_reserved = 1 if prompts and prompts[0] is members[0] else 0
-        plan = dict[Request, ScheduledRow]()
         budget = self.max_num_batched_tokens - num_reserved
+        plan = dict[Request, ScheduledRow]()
         for request in decoding:
             if row := plan_row(request, budget):
                 plan[request] = row
                 budget -= row.num_positions
+        budget += self._turns.take_out(plan) if self._turns else 0
         room = self._begun_room(plan.values(), prompts)
         computed = set[bytes]()
         for request in self._by_turns(prompts):

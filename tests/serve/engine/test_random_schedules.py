@@ -82,10 +82,11 @@ class Arrival:
         stem = torch.randint(4, 32, (24,), generator=source).tolist()
         if self.family == 2:
             prompt = (stem[:4] * self.length)[: self.length]
-            return Request(name, prompt, self.options, tenant=self.tenant)
+            return Request(name, prompt, self.options, tenant=self.tenant, key=self.tenant)
         tail = [4 + (self.step * 7 + i * 5) % 28 for i in range(self.length)]
         shared = min(self.length - 1, 20)
-        return Request(name, [*stem[:shared], *tail[shared:]], self.options, tenant=self.tenant)
+        tokens = [*stem[:shared], *tail[shared:]]
+        return Request(name, tokens, self.options, tenant=self.tenant, key=self.tenant)
 
 
 _SCHEMA = {
@@ -231,7 +232,7 @@ _KINDS = [
     for kind in ({}, {"sampling": Sampling(1.0, seed=1)}, {"grammar": _GRAMMARS[1]})
 ]
 _EVERY_KIND = [
-    Arrival(step, 0, length, options, "", None)
+    Arrival(step, 0, length, options, "" if step else "b", None)
     for step, length in enumerate((5, 21, 21))
     for options in _KINDS
 ]
@@ -290,6 +291,8 @@ def test_the_schedules_meet_what_they_are_about(engines: list[Engine], seen: Cou
     assert sum(seen[f"{Mode.EXACT}, {kind}, drafts accepted"] for kind in kinds) > 2
     assert sum(seen[f"{Mode.THRESHOLD}, {kind}, masks accepted"] for kind in kinds) > 20
     assert seen["lookup drafts"] > 3
+    assert seen["pauses"] > 3
+    assert seen["choices charged"] > 3
     assert seen["answers behind thinking"] > 3
     assert seen["threshold moved"] > 3
     assert seen["threshold moved, masks accepted"] > 0
@@ -324,6 +327,8 @@ def _count(seen: Counter[str], request: Request, outputs: list[StepOutput]) -> N
     kind = f"{options.mode}, {'grammar' if options.grammar else kind}"
     several = "drafts" if options.mode is Mode.EXACT else "masks"
     seen[kind] += 1
+    assert request.choice_s == 0.0 or not options.is_plain
+    seen["choices charged"] += request.choice_s > 0.0
     several_taken = any(len(tokens) > 1 for tokens in passes)
     seen[f"{kind}, {several} accepted"] += several_taken
     if len({output.threshold for output in outputs}) > 1:
@@ -352,6 +357,9 @@ def _play(
         for output in engine.step():
             outputs[output.request_id].append(output)
             seen["lookup drafts"] += requests[output.request_id].num_lookup_drafts
+        running = [request for request in engine._scheduler.running if request.num_output]
+        last_step = max((request.last_turn for request in running), default=0)
+        seen["pauses"] += sum(request.last_turn < last_step for request in running)
         engine.check_integrity()
         step += 1
     return outputs

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
@@ -86,7 +87,7 @@ def test_every_step_keeps_the_rules(sizes: Sizes, count: int, source: random.Ran
     if sizes.position_s is not None:
         times = StepTimes((1, 101), (0,), ((0.001,), (0.001 + 100 * sizes.position_s,)))
         scheduler.prompt_room = PromptRoom(times, num_rows=1)
-    steps = Steps(scheduler, source)
+    steps, pauses = Steps(scheduler, source), Counter[Request]()
     for _ in range(5000):
         while coming and source.random() < 0.5:
             steps.add(coming.pop())
@@ -94,7 +95,7 @@ def test_every_step_keeps_the_rules(sizes: Sizes, count: int, source: random.Ran
         if alive and source.random() < 0.03:
             scheduler.finish(source.choice(alive))
             scheduler.check_integrity()
-        _check_step(steps, source)
+        _check_step(steps, source, pauses)
         if not (coming or scheduler.running or scheduler.waiting):
             break
     else:
@@ -120,7 +121,7 @@ def _random_request(name: str, source: random.Random) -> Request:
     return request
 
 
-def _check_step(steps: Steps, source: random.Random) -> None:
+def _check_step(steps: Steps, source: random.Random, pauses: Counter[Request]) -> None:
     scheduler, chosen = steps.scheduler, dict[Request, Masks]()
 
     def choose(requests: list[Request]) -> list[Masks]:
@@ -132,7 +133,7 @@ def _check_step(steps: Steps, source: random.Random) -> None:
         return [chosen[request] for request in requests]
 
     def check(rows: list[ScheduledRow]) -> None:
-        _check_order(scheduler, rows)
+        _check_order(scheduler, rows, pauses)
         assert sum(row.num_positions for row in rows) <= scheduler.max_num_batched_tokens
         assert len({row.request for row in rows}) == len(rows)
         for row in rows:
@@ -142,13 +143,14 @@ def _check_step(steps: Steps, source: random.Random) -> None:
     steps.step(choose=choose, check=check, fails=source.random() < 0.05)
 
 
-def _check_order(scheduler: Scheduler, rows: list[ScheduledRow]) -> None:
-    """The first running request moves, and nobody overtakes within a tier."""
+def _check_order(scheduler: Scheduler, rows: list[ScheduledRow], pauses: Counter[Request]) -> None:
+    """The first running request moves, if only in its turn, and nobody overtakes within a tier."""
     running, waiting = scheduler.running, scheduler.waiting
     assert len(running) <= scheduler.max_num_seqs
-    assert bool(rows) == bool(running) == bool(running or waiting)
-    if running:
-        assert rows[0].request is running[0]
+    assert bool(running) == bool(running or waiting)
+    for first in running[:1]:
+        pauses[first] = 0 if rows and rows[0].request is first else pauses[first] + 1
+        assert pauses[first] <= (2 * scheduler.max_num_seqs if scheduler.prompt_room else 0)
     for request in waiting[:1]:
         behind = [item for item in running if _rank(item) > _rank(request)]
         assert all(item.options.tier.rank < request.options.tier.rank for item in behind)

@@ -45,6 +45,8 @@ def sampled_rows(rows: Sequence[ScheduledRow], grammars: StepGrammars) -> list[S
         for row, start in zip(rows, first_reads(rows), strict=False)
         if not row.request.options.is_plain
     ]
+    for row, _ in chosen:
+        row.request.choice_s = 0.0
     chosen.sort(key=lambda pair: cost(pair[0].request.matcher))
     return [part for row, start in chosen for part in _sampled_parts(row, start, grammars)]
 
@@ -97,6 +99,7 @@ def _sampled_parts(row: ScheduledRow, start: int, grammars: StepGrammars) -> Ite
             allow=_allow(request, None if is_alone else grammars, has_grammar=has_grammar),
             allow_follows=has_grammar or may_run_out or sampling.follows_output,
             has_grammar=has_grammar,
+            charge=request.charge,
             behind=behind,
         )
 

@@ -13,6 +13,7 @@ only as many as it needs. Here these are the lowest ids, there any.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -130,6 +131,8 @@ class SampledRow:
     has_grammar: bool = False
     """Whether ``allow`` knows a grammar; if that allows nothing but end tokens, they are chosen
     before ``min_tokens``, too."""
+    charge: Callable[[float], object] = float
+    """Called with CPU seconds that a choice took, what ``allow`` takes left out."""
     behind: Behind | None = None
     """Drafts that the row stands behind. If they are right, ``allow`` gets the tokens chosen there
     before the row's own; if not, the row is of no use, and its tokens are chosen without it."""
@@ -304,7 +307,11 @@ def _choose(logits: Tensor, picks: Sequence[_Pick]) -> Iterator[Tensor]:
     for kind, group in groupby(picks, key=_Pick.kind):
         same = list(group)
         for start in range(0, len(same), size):
-            yield _choose_part(logits, same[start : start + size], kind)
+            part, begun_s = same[start : start + size], time.thread_time()
+            yield _choose_part(logits, part, kind)
+            each_s = (time.thread_time() - begun_s) / len(part)
+            for pick in part:
+                pick.row.charge(each_s)
 
 
 class _Columns(NamedTuple):
