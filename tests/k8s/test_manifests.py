@@ -3,14 +3,18 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import kubernetes_validate
+import pytest
 
 from kustomized import K8S, Document, needs_kubectl, quantity
 from mars_platform import __version__
+from mars_platform.cluster.processes import free_port
 
 pytestmark = needs_kubectl
 
@@ -91,6 +95,40 @@ def test_what_runs_long_has_probes(manifests):
             assert {"readinessProbe", "livenessProbe"} <= set(container), pod.where
 
 
+def test_a_start_warns_of_nothing(manifests):
+    """Each failure of a probe is an event; those of Ray's pods wait until the pod has started."""
+    for cluster in manifests.clusters():
+        for group in [cluster["headGroupSpec"], *cluster.get("workerGroupSpecs", [])]:
+            (container,) = group["template"]["spec"]["containers"]
+            startup = container["startupProbe"]
+            assert startup["failureThreshold"] == 1
+            assert startup["timeoutSeconds"] >= 180
+            (waited,) = re.findall(r"/dev/tcp/localhost/(\d+)", startup["exec"]["command"][-1])
+            probe = container["readinessProbe"]["httpGet"]
+            numbers = {each["name"]: each["containerPort"] for each in container["ports"]}
+            assert int(waited) == numbers.get(probe["port"], probe["port"])
+            assert f"GET {probe['path']} HTTP" in startup["exec"]["command"][-1]
+
+
+@pytest.mark.parametrize("name", ["overlays/cpu-dev", "overlays/cpu-dev-train"])
+def test_the_startup_probe_ends_once_its_page_answers_well(render, name, tmp_path):
+    command = render(name).worker_container["startupProbe"]["exec"]["command"]
+    port = free_port()
+    text = re.sub(r"(/dev/tcp/localhost/)\d+", rf"\g<1>{port}", command[-1])
+    page = tmp_path / re.search(r"GET /(\S+)", text)[1]
+    page.parent.mkdir()
+    with subprocess.Popen([*command[:-1], text]) as probe:
+        server = [sys.executable, "-m", "http.server", str(port), "--directory", str(tmp_path)]
+        with subprocess.Popen(server, stderr=subprocess.PIPE, text=True) as pages:
+            try:
+                assert '" 404 ' in "".join(pages.stderr.readline() for _ in range(2))
+                assert probe.poll() is None
+                page.touch()
+                assert probe.wait(60) == 0
+            finally:
+                pages.kill()
+
+
 def test_written_volumes_are_limited_and_shared_memory_counts_as_memory(manifests):
     for pod in manifests.pods():
         memory = sum(
@@ -105,7 +143,7 @@ def test_written_volumes_are_limited_and_shared_memory_counts_as_memory(manifest
 
 def test_the_object_store_fits_into_shared_memory(manifests):
     for cluster in manifests.clusters():
-        for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
+        for group in [cluster["headGroupSpec"], *cluster.get("workerGroupSpecs", [])]:
             volumes = group["template"]["spec"]["volumes"]
             (shared,) = (each for each in volumes if each["name"] == "shm")
             limit = quantity(shared["emptyDir"]["sizeLimit"])

@@ -29,6 +29,9 @@ STAYING = ["overlays/submit", "overlays/gpu-submit"]
 """Clusters that run no job of their own."""
 OTHERS = ["setup/common", "setup/single-node", "setup/object-store", "files"]
 
+RAY_DRAINS_ON_SIGTERM = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+"""Variable of Ray: a node that is told to end finishes its work first, for so many seconds."""
+
 needs_kubectl = pytest.mark.skipif(
     shutil.which("kubectl") is None, reason="kubectl, which renders the manifests, is not installed"
 )
