@@ -67,14 +67,11 @@ def test_the_service_has_no_keys_that_may_write(render):
         assert KEYS not in [each["name"] for each in secrets_of(container)], where
 
 
-@pytest.mark.parametrize(
-    ("staying", "job"),
-    [("overlays/submit", "jobs/evaluate"), ("overlays/gpu-submit", "jobs/gpu/evaluate")],
-)
-def test_a_permanent_cluster_equals_that_of_the_jobs_without_a_run(render, staying, job):
+@pytest.mark.parametrize("staying", STAYING)
+def test_a_permanent_cluster_equals_that_of_the_jobs_without_a_run(render, staying):
     (document,) = render(staying).documents
     assert document["kind"] == "RayCluster"
-    stays, ends = document["spec"], copy.deepcopy(render(job).cluster)
+    stays, ends = copy.deepcopy([document["spec"], render("jobs/base").cluster])
     (own,), (jobs,) = stays["workerGroupSpecs"], ends["workerGroupSpecs"]
     assert own["replicas"] == own["minReplicas"] == own["maxReplicas"] >= 1
     for name in ("replicas", "minReplicas", "maxReplicas"):
@@ -83,6 +80,13 @@ def test_a_permanent_cluster_equals_that_of_the_jobs_without_a_run(render, stayi
         (container,) = group["template"]["spec"]["containers"]
         assert container["envFrom"] == [{"configMapRef": {"name": "marsray-candidate"}}]
         container["envFrom"] = []
+    if "gpu" in staying:
+        of_job = render("jobs/gpu/evaluate").cluster["headGroupSpec"]["template"]["spec"]
+        spec = jobs["template"]["spec"]
+        spec |= {name: of_job[name] for name in ("nodeSelector", "tolerations")}
+        spec["containers"][0]["resources"] = of_job["containers"][0]["resources"]
+        for group in (ends["headGroupSpec"], jobs):
+            group["template"]["spec"]["containers"][0]["image"] = of_job["containers"][0]["image"]
     assert stays == ends
 
 

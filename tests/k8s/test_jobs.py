@@ -8,7 +8,7 @@ from typing import Any
 import typer
 import yaml
 
-from kustomized import K8S, needs_kubectl
+from kustomized import K8S, RAY_DRAINS_ON_SIGTERM, needs_kubectl
 from mars_platform.config import build_settings
 from mars_train.recipe import Recipe
 
@@ -70,19 +70,31 @@ def test_a_job_ends_and_takes_its_cluster_with_it(job):
     assert spec["backoffLimit"] >= 1
     assert 0 < spec["preRunningDeadlineSeconds"] < spec["activeDeadlineSeconds"]
     assert spec["submitterPodTemplate"]["spec"]["restartPolicy"] == "Never"
-    group = job.workers
-    assert group["replicas"] == group["minReplicas"] == group["maxReplicas"]
+    for group in job.cluster.get("workerGroupSpecs", []):
+        assert group["replicas"] == group["minReplicas"] == group["maxReplicas"]
     assert "enableInTreeAutoscaling" not in job.cluster
 
 
-def test_the_entrypoint_fits_on_a_worker(job):
-    spec, limits = job.ray["spec"], job.worker_container["resources"]["limits"]
+def test_a_command_that_computes_alone_runs_in_the_only_pod(job):
+    spec, head = job.ray["spec"], job.cluster["headGroupSpec"]
+    is_alone = " train " not in spec["entrypoint"]
+    assert is_alone == ("workerGroupSpecs" not in job.cluster)
+    assert is_alone == (spec.get("entrypointNumCpus", 0) > 0)
+    assert is_alone == ("num-cpus" not in head["rayStartParams"])  # else zero
+    (container,) = head["template"]["spec"]["containers"]
+    limits = container["resources"]["limits"]
     assert spec.get("entrypointNumCpus", 0) <= int(limits["cpu"])
-    assert spec.get("entrypointNumGpus", 0) <= int(limits.get("nvidia.com/gpu", 0))
-    assert job.cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
-    if "gpu" in job.name:
-        assert "nvidia.com/gpu" in limits
-        assert job.workers["template"]["spec"]["tolerations"][0]["key"] == "nvidia.com/gpu"
+    gpus = int(limits.get("nvidia.com/gpu", 0))
+    assert spec.get("entrypointNumGpus", 0) == gpus == int("jobs/gpu/" in job.name)
+    assert ("num-gpus" in head["rayStartParams"]) == (gpus == 0)
+
+
+def test_pods_with_gpus_are_let_onto_their_nodes(manifests):
+    for pod in manifests.pods():
+        limits = [each["resources"]["limits"] for each in pod.spec["containers"]]
+        if any("nvidia.com/gpu" in each for each in limits):
+            assert pod.spec["tolerations"][0]["key"] == "nvidia.com/gpu", pod.where
+            assert pod.spec["nodeSelector"] == {"nvidia.com/gpu.present": "true"}, pod.where
 
 
 def test_the_workers_of_a_recipe_fit_on_the_nodes(training):
@@ -111,8 +123,7 @@ def test_a_recipe_uses_mounted_disks_and_no_network(training):
     assert recipe_file == f"{mount['mountPath']}/recipe.yaml"
 
 
-def test_a_node_is_drained_before_a_worker_of_a_job_ends(job):
-    command = shlex.split(job.worker_container["lifecycle"]["preStop"]["exec"]["command"][-1])
-    deadline_s = float(command[command.index("--deadline-remaining-seconds") + 1])
-    assert float(command[-1]) == deadline_s
-    assert deadline_s < job.workers["template"]["spec"]["terminationGracePeriodSeconds"]
+def test_a_node_is_drained_before_a_worker_of_a_job_ends(training):
+    variables = {each["name"]: each["value"] for each in training.worker_container["env"]}
+    drain_s = float(variables[RAY_DRAINS_ON_SIGTERM])
+    assert 60 < drain_s < training.workers["template"]["spec"]["terminationGracePeriodSeconds"]

@@ -55,7 +55,8 @@ def test_the_rollback_moves_the_link_that_is_served(render, readme):
 
 def requested(manifests: Any) -> tuple[float, float]:
     """CPUs and bytes that the pods request."""
-    assert [each["replicas"] for each in manifests.cluster["workerGroupSpecs"]] == [1]
+    groups = manifests.cluster.get("workerGroupSpecs", [])
+    assert all(each["replicas"] == 1 for each in groups)
     containers = [each for pod in manifests.pods() for each in pod.spec["containers"]]
     if manifests.cluster.get("enableInTreeAutoscaling"):
         containers.append(manifests.cluster["autoscalerOptions"])
@@ -70,12 +71,15 @@ def cpus(text: str) -> float:
 def test_the_readmes_node_has_room_for_the_service_and_a_job(render, readme):
     said = re.search(
         r"a node with (\d+) CPUs and (\d+) GiB: the service asks for "
-        r"([\d.]+) CPUs and ([\d.]+) GiB, each job for ([\d.]+) and ([\d.]+)\s",
+        r"([\d.]+) CPUs and ([\d.]+) GiB, training for ([\d.]+) and ([\d.]+), each other job for "
+        r"([\d.]+) and ([\d.]+)\s",
         readme,
     )
     assert said is not None
-    node, service, job = ((float(said[at]), float(said[at + 1]) * 2**30) for at in (1, 3, 5))
+    node, service, training, other = (
+        (float(said[at]), float(said[at + 1]) * 2**30) for at in (1, 3, 5, 7)
+    )
     assert requested(render("overlays/cpu-dev")) == service
     for name in ON_CPUS:
-        assert requested(render(name)) == job, name
-    assert all(of_node > a + b for of_node, a, b in zip(node, service, job, strict=True))
+        assert requested(render(name)) == (training if "train" in name else other), name
+    assert all(of_node > a + b for of_node, a, b in zip(node, service, training, strict=True))
