@@ -9,7 +9,7 @@ TRITON := build/triton
 # The many processes of a run keep their compiled modules, also where the environment says not to.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo docs figures test test-full test-clients lint format wheel constraints clean
+.PHONY: demo docs figures test test-full test-clients test-kubernetes lint format wheel constraints clean
 
 demo: $(VENV)/.installed
 	$(BIN)/marsray demo $(DEMO_ARGS)
@@ -32,6 +32,10 @@ figures: $(VENV)/.installed-dev
 # OpenAI-compatible clients, the LM evaluation harness, aiperf and schemathesis against a server.
 test-clients: $(VENV)/.installed $(CLIENTS)/.installed
 	$(CLIENTS)/bin/python -m pytest -c tests/clients/pytest.ini $(TEST_ARGS) tests/clients
+
+# The manifests on the cluster that kubectl talks to; tests/kubernetes/conftest.py lists its variables.
+test-kubernetes: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -c tests/kubernetes/pytest.ini $(TEST_ARGS) tests/kubernetes
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -46,7 +46,7 @@ settings.register_profile(
     max_examples=_EXAMPLES,
 )
 settings.load_profile("marsray")
-collect_ignore = ["clients"]  # need an environment of their own: `make test-clients`
+collect_ignore = ["clients", "kubernetes"]  # `make test-clients`, and `make test-kubernetes`
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

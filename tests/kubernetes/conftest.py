@@ -1,0 +1,56 @@
+"""Runs the manifests on the cluster that kubectl talks to, in a namespace of their own.
+
+`make test-kubernetes` runs the steps in their order and prints a table. Environment:
+
+    MARSRAY_IMAGE        image that every pod runs, NAME:TAG
+    KUBECTL              the command; `kubectl` by default, which reads KUBECONFIG
+    MARSRAY_NAMESPACE    namespace that is made and deleted; `marsray-test` by default
+    MARSRAY_KEEP         if set, the namespace stays
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from on_cluster import KEPT, Cluster
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    if "MARSRAY_IMAGE" not in os.environ:
+        pytest.exit("set MARSRAY_IMAGE to the image that the pods are to run, NAME:TAG", 2)
+    found = Cluster(tmp_path_factory.mktemp("overlays"))
+    yield found
+    if "MARSRAY_KEEP" not in os.environ:
+        found("delete", "rayservice,rayjob", "--all", check=False)
+        found("delete", "namespace", found.namespace, "--ignore-not-found", check=False)
+
+
+@pytest.fixture
+def says(record_property: Callable[[str, object], None]) -> Callable[[object], None]:
+    """Adds a figure to the table."""
+    return lambda figure: record_property("says", str(figure))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    report: Any = yield
+    if report.when == "call" and report.failed:
+        item.funcargs["cluster"].keep(item.name)
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print the table: step, seconds, result."""
+    stats = terminalreporter.stats
+    steps = [*stats.get("passed", []), *stats.get("failed", [])]
+    terminalreporter.write_line("\n| step | seconds | result |\n| --- | ---: | --- |")
+    for each in sorted(steps, key=lambda step: step.start):
+        said = [value for _, value in each.user_properties]
+        result = "; ".join(said if each.passed else [f"FAILED, see {KEPT}", *said])
+        name = each.nodeid.rpartition("::test_")[2].replace("_", " ")
+        terminalreporter.write_line(f"| {name} | {each.duration:.0f} | {result} |")
