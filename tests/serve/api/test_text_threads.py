@@ -128,7 +128,7 @@ async def test_a_key_that_hangs_up_does_not_get_more_threads(threads):
 
 @pytest.mark.parametrize("size", [SHORT + 1, LARGE + 1])
 async def test_texts_are_read_again_after_no_thread_could_start(threads, size):
-    before = threading.stack_size(2**46)  # no machine has room for such a thread
+    before = threading.stack_size(2**47)  # no machine has room for such a thread
     try:
         for _ in range(3):
             with pytest.raises(RuntimeError, match="new thread"):

@@ -238,7 +238,7 @@ async def test_a_process_that_can_start_no_thread_accepts_connections_later(
 ) -> None:
     """As many connections fail as may be about to send their token."""
     monkeypatch.setattr(listening, "_PAUSE_S", 0.001)
-    before = threading.stack_size(2**46)  # no machine has room for such a thread
+    before = threading.stack_size(2**47)  # no machine has room for such a thread
     try:
         for number in range(1, listening._MAX_UNKNOWN + 1):
             raw(echo.address, opened)
