@@ -1,4 +1,4 @@
-"""Whose rows pause in a step while several keys are active, by given times of steps."""
+"""Rows of a key take turns and pause for other keys, by given times of steps."""
 
 from __future__ import annotations
 
