@@ -20,6 +20,7 @@ from dashboard import dashboard
 from mars_platform.config import build_settings, read_yaml
 from mars_platform.errors import UserError
 from mars_serve.config.settings import ServeSettings
+from mars_serve.deploy.app import deployment_name
 
 ROOT = Path(__file__).parent
 _HEAD = "# Generated from serve.yaml by k8s/generate.py; change that file instead.\n"
@@ -35,7 +36,8 @@ def serve_config(source: Path) -> dict[str, Any]:
     without_effect = {"host", "port", "cluster"} & set(args)
     if without_effect:
         raise UserError(f"{source}: {', '.join(sorted(without_effect))}: no effect here; leave out")
-    build_settings({"host": "0.0.0.0", **args}, ServeSettings, source=str(source))  # noqa: S104
+    given = {"host": "0.0.0.0", **args}  # noqa: S104 - a pod's address
+    models = build_settings(given, ServeSettings, source=str(source)).models
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": "0.0.0.0", "port": 8000},  # noqa: S104 - a pod's address
@@ -47,6 +49,13 @@ def serve_config(source: Path) -> dict[str, Any]:
                 "import_path": "mars_serve.app:application",
                 "args": args,
                 "deployments": [
+                    # A worker holds one replica, and always has room for an ingress from a worker
+                    # that drains. Where there are GPUs, their number sees to it.
+                    *(
+                        {"name": deployment_name(models, index), "max_replicas_per_node": 1}
+                        for index, model in enumerate(models)
+                        if not model.num_gpus
+                    ),
                     {
                         "name": "ingress",
                         # Without a CPU it could run on the head, which takes no requests. One node
@@ -54,7 +63,7 @@ def serve_config(source: Path) -> dict[str, Any]:
                         # a new one beside an old one for a while.
                         "ray_actor_options": {"num_cpus": 1},
                         "max_replicas_per_node": 2,
-                    }
+                    },
                 ],
             }
         ],

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ray.serve._private.build_app import build_app
 from ray.serve.schema import ServeDeploySchema
 
 from kustomized import K8S, RAY_DRAINS_ON_SIGTERM, needs_kubectl
@@ -52,12 +53,12 @@ def test_ray_serve_accepts_the_configuration(service):
     assert config["applications"][0]["args"] == source
 
 
-def test_the_application_can_be_built_and_has_the_configured_deployment(service):
+def test_the_application_can_be_built_and_has_the_configured_deployments(service):
     (found,) = config_of(service)["applications"]
     module, _, name = found["import_path"].partition(":")
     assert getattr(importlib.import_module(module), name) is application
-    built = application(found["args"])
-    assert [each["name"] for each in found["deployments"]] == [built._bound_deployment.name]
+    built = build_app(application(found["args"]), name="app", default_runtime_env={})
+    assert {each["name"] for each in found["deployments"]} <= {x.name for x in built.deployments}
 
 
 def test_settings_that_kuberays_cluster_decides_are_refused(script, tmp_path):
@@ -81,10 +82,20 @@ def test_a_worker_holds_one_replica_and_has_its_bounds(service):
     assert settings.proxy.num_replicas <= bounds[0]
 
 
+def test_no_second_replica_takes_an_ingresss_place_on_a_worker(service):
+    """A worker that drains has to find room for its ingress on the others, which have a replica."""
+    *models, ingress = config_of(service)["applications"][0]["deployments"]
+    assert ingress["name"] == "ingress"
+    if not service.worker_container["resources"]["limits"].get("nvidia.com/gpu"):
+        assert [each["max_replicas_per_node"] for each in models] == [1]
+
+
 def test_neither_replicas_nor_ingresses_run_on_the_head(service):
     assert service.cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
-    (found,) = config_of(service)["applications"][0]["deployments"]
-    assert found["ray_actor_options"]["num_cpus"] > 0
+    *_, ingress = config_of(service)["applications"][0]["deployments"]
+    (model,) = settings_of(service).models
+    assert ingress["ray_actor_options"]["num_cpus"] > 0
+    assert model.num_cpus > 0
 
 
 def test_ray_removes_nodes_later_than_the_policy_removes_replicas(service):
@@ -108,6 +119,7 @@ def test_every_timeout_covers_the_longest_generation(service):
     # Serve ends a replica at once that could not finish by the node's end: others start first
     (model,) = settings_of(service).models
     assert node_drain_s >= drain_s + model.autoscaling.cold_start_s
+    assert node_drain_s < drain_s + 4 * model.autoscaling.cold_start_s
 
 
 def test_proxies_have_the_settings_of_marsray_serve(service):

@@ -153,7 +153,7 @@ def _bind_model(settings: ServeSettings, index: int, num_threads: int) -> Applic
     model = settings.models[index]
     options = {
         **_common_options(settings),
-        "name": _deployment_name(settings.models, index),
+        "name": deployment_name(settings.models, index),
         **_replicas(model),
         "ray_actor_options": {"num_cpus": model.num_cpus, "num_gpus": model.num_gpus},
         "health_check_period_s": 1,  # Serve replaces a replica after three checks that failed
@@ -161,7 +161,7 @@ def _bind_model(settings: ServeSettings, index: int, num_threads: int) -> Applic
     return serve.deployment(ModelReplica, **options).bind(model, num_threads)
 
 
-def _deployment_name(models: list[ModelSettings], index: int) -> str:
+def deployment_name(models: list[ModelSettings], index: int) -> str:
     """Return a name that does not depend on other models.
 
     An update would end replicas at once whose deployment has been renamed.
