@@ -36,6 +36,10 @@ _OPENING, _CLOSING = b"[{", b"]}"
 _SEPARATORS = b",:"
 _ZERO, _NUM_DIGITS = ord("0"), 10
 _MOST_DIGITS = 399  # the longest float has 309 digits before its point
+_FEW_DIGITS = 18
+"""Digits of a number that takes next to no time to read: it fits 64 bits."""
+_MOST_IN_LONG = 2**18
+"""Most digits of longer numbers together, which take a millisecond."""
 _DEPTH_OF = np.zeros(256, np.int8)
 _DEPTH_OF[list(_OPENING)] = 1
 _DEPTH_OF[list(_CLOSING)] = -1
@@ -58,6 +62,13 @@ class JsonSize:
     """Number of separators and opening brackets: about the number of names and values."""
     has_long_number: bool = False
     """Whether a number has so many digits that reading it takes long."""
+    num_in_long: int = 0
+    """Digits of numbers that do not fit 64 bits."""
+
+    @property
+    def has_many_digits(self) -> bool:
+        """Whether reading its numbers takes long."""
+        return self.has_long_number or self.num_in_long > _MOST_IN_LONG
 
 
 def json_size_of(text: bytes, max_values: int | None = None) -> JsonSize:
@@ -78,7 +89,9 @@ def json_size_of(text: bytes, max_values: int | None = None) -> JsonSize:
             level = int(levels[-1])
             found.depth = max(found.depth, int(levels.max()))
         found.num_values += int(_COUNTS[codes].sum(dtype=np.int64))
-        found.has_long_number |= _longest_run(codes - _ZERO < _NUM_DIGITS) > _MOST_DIGITS
+        runs = _runs(codes - _ZERO < _NUM_DIGITS)
+        found.has_long_number |= bool(runs.max() > _MOST_DIGITS)
+        found.num_in_long += int(runs[runs > _FEW_DIGITS].sum())
         start = end
     return found
 
@@ -103,10 +116,9 @@ def _outside_strings(text: bytes, in_string: bool) -> tuple[NDArray[np.uint8], b
     return codes[~(is_inside | is_quote)], ends_inside
 
 
-def _longest_run(flags: NDArray[np.bool_]) -> int:
-    """Return the length of the longest run of true values."""
-    breaks = np.flatnonzero(~flags)
-    return int(np.diff(breaks, prepend=-1, append=len(flags)).max()) - 1
+def _runs(flags: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return the lengths of all runs of true values, empty ones included."""
+    return np.diff(np.flatnonzero(~flags), prepend=-1, append=len(flags)) - 1
 
 
 def json_length(value: Any) -> int:
@@ -187,8 +199,8 @@ def check_arguments(messages: Sequence[ChatMessage]) -> None:
         if left < 0:
             reason = f"the arguments of tool calls have over {MAX_VALUES_OF_ARGUMENTS} names and"
             raise invalid_value("messages", f"{reason} values; shorten them")
-        if found.has_long_number:
-            reason = "the arguments of a tool call have a number with too many digits; shorten it"
+        if found.has_many_digits:
+            reason = "the arguments of tool calls have numbers of too many digits; shorten them"
             raise invalid_value("messages", reason)
 
 

@@ -33,23 +33,46 @@ _RETRY_AFTER_S = 1
 _Found = TypeVar("_Found")
 
 
+class Rests:
+    """Times in which keys get no turn, whatever line they wait in."""
+
+    def __init__(self) -> None:
+        self.num = Counter[str]()
+        """Rests that have not ended, by key."""
+        self.on_end = list[Callable[[], None]]()
+        """Called whenever a rest has ended."""
+
+    def begin(self, key: str, begun_s: float) -> None:
+        """Let a key rest from now on, behind a turn that began at a time."""
+        loop = asyncio.get_running_loop()
+        self.num[key] += 1
+        loop.call_later(_REST * (loop.time() - begun_s), self._end, key)
+
+    def _end(self, key: str) -> None:
+        self.num[key] -= 1
+        for give in self.on_end:
+            give()
+
+
 class Line:
     """Threads for which work waits by turns among keys, of which none ever has all.
 
     There are ``num`` threads, and as many turns at once. While ``has_others`` says that keys other
     than a caller's are active, the caller's key has fewer, and rests after each turn for `_REST`
-    times as long as the turn took.
+    times as long as the turn took, in all lines that share ``rests``.
     """
 
-    def __init__(self, num: int, name: str, has_others: Callable[[Caller], bool]) -> None:
+    def __init__(
+        self, num: int, name: str, has_others: Callable[[Caller], bool], rests: Rests | None = None
+    ) -> None:
         self._num = self._num_free = num
         self._has_others = has_others
+        self._rests = rests or Rests()
+        self._rests.on_end.append(self._give)
         self._threads = ThreadPoolExecutor(num, name)
         self._most = 1
         """Turns that one key may have at once."""
         self._held = Counter[str]()
-        self._num_rests = Counter[str]()
-        """Rests of a key that have not ended; it gets no turn before."""
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         """Turns that are waited for, by key; the key whose turn was last is the last."""
 
@@ -76,13 +99,7 @@ class Line:
         self._num_free += 1
         self._held[caller.name] -= 1
         if self._has_others(caller):
-            loop = asyncio.get_running_loop()
-            self._num_rests[caller.name] += 1
-            loop.call_later(_REST * (loop.time() - begun_s), self._end_rest, caller.name)
-        self._give()
-
-    def _end_rest(self, key: str) -> None:
-        self._num_rests[key] -= 1
+            self._rests.begin(caller.name, begun_s)
         self._give()
 
     async def run(self, caller: Caller, begun_s: float, work: Callable[[], _Found]) -> _Found:
@@ -101,7 +118,7 @@ class Line:
 
     def _give(self) -> None:
         while self._num_free:
-            keys = (key for key in self._waiting if not self._num_rests[key])
+            keys = (key for key in self._waiting if not self._rests.num[key])
             key = next((key for key in keys if self._held[key] < self._most), None)
             if key is None:
                 return
@@ -147,10 +164,11 @@ class TextThreads:
         """Bytes by the name of the key whose bodies take them."""
         self._active = dict[str, float]()
         """Time of each key's last request; the last one is the last."""
-        self._line = Line(_NUM_THREADS, "texts", self._has_others)
+        rests = Rests()
+        self._line = Line(_NUM_THREADS, "texts", self._has_others, rests)
         # A long text takes a hundred times its own memory, so there is one at a time. It has a
         # thread of its own for shorter ones not to wait for it.
-        self._large = Line(1, "large-texts", self._has_others)
+        self._large = Line(1, "large-texts", self._has_others, rests)
 
     @contextmanager
     def load(self, caller: Caller) -> Iterator[Load]:

@@ -10,11 +10,12 @@ from mars_autoscale.model.step_times import StepTimes
 from mars_serve.engine.request import Request
 from mars_serve.engine.scheduled_row import ScheduledRow
 
-_LEAST_S = 0.01
+_LEAST_S = 0.005
 """Seconds that a key's decoding rows may always add to a step."""
-_SMALLEST_STEPS = 2.0
-"""Time that they may add, as a multiple of that of the smallest step. A step reads the weights once
-however few rows it has; this bound keeps such reading to a third of the time at most."""
+_SMALLEST_STEPS = 1.0
+"""Time that they may add, as a multiple of that of the smallest step. So they make others' steps
+twice as long at most; a step reads the weights once however few rows it has, which takes half of
+the time at most."""
 
 
 class KeyTurns:
@@ -30,7 +31,7 @@ class KeyTurns:
         self._times, self._smallest_s = times, float(times.at(1, 0))
         self._most_s = max(_LEAST_S, _SMALLEST_STEPS * self._smallest_s)
         self._heavy: str | None = None
-        """Key whose rows would add much to the latest step of all keys, and most of it."""
+        """Key whose rows would add much to its latest step beside all keys, and most of it."""
         self._is_short = False
         """Whether the heavy key pauses in the current step."""
         self._num_steps = 0
@@ -61,7 +62,10 @@ class KeyTurns:
                 num_positions += decoding.pop(request).num_positions
         if not self._is_short:
             key, longest_s = max(sums_s.items(), key=itemgetter(1), default=("", 0.0))
-            self._heavy = key if longest_s > max(self._most_s, sum(sums_s.values())) / 2 else None
+            if longest_s > max(self._most_s, sum(sums_s.values())) / 2:
+                self._heavy = key
+            elif self._heavy in sums_s:  # one without rows may come back with as many
+                self._heavy = None
         return num_positions
 
     def _added_s(self, rows: Collection[ScheduledRow]) -> dict[Request, float]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from mars_serve.api import bounds
-from mars_serve.api.bounds import json_size_of, most_depth
+from mars_serve.api.bounds import JsonSize, json_size_of, most_depth
 from mars_serve.api.errors import ApiError, shown
 from mars_serve.api.protocol import (
     ChatCompletionRequest,
@@ -51,6 +51,17 @@ def test_numbers_with_too_many_digits_are_found_outside_strings_only():
     assert json_size_of(f"[{long}]".encode()).has_long_number
     assert json_size_of(f"[0.{long}]".encode()).has_long_number
     assert not json_size_of(f'["{long}", 1{"0" * 308}]'.encode()).has_long_number
+
+
+@pytest.mark.parametrize("digits", [19, 399])
+def test_numbers_that_do_not_fit_64_bits_have_so_many_digits_together(digits):
+    def size_of(num: int, digits: int) -> JsonSize:
+        return json_size_of(f"[{','.join(['9' * digits] * num)}]".encode())
+
+    few = 2**18 // digits
+    assert not size_of(few - 2, digits).has_many_digits
+    assert size_of(few + 10, digits).has_many_digits  # a few of them may be cut in two
+    assert not size_of(few + 10, 18).has_many_digits
 
 
 def test_counting_stops_where_there_are_too_many_values():

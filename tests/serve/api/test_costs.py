@@ -101,6 +101,7 @@ DIGITS = "9" * 399 + ","
 JSON_WORKS: list[Work] = [
     lambda text: bounds.json_size_of(text.encode()),
     lambda text: bounds.most_depth(text.encode()),
+    lambda text: bodies._may_have_surrogates(text.encode()),
     tried(lambda text: bounds.check_arguments([called(text)])),
     tried(lambda text: bodies._check_surrogates(f'{{"a": [{text}0]}}'.encode())),
     lambda text: messages_for_template([called(text)]),

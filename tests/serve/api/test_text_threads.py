@@ -180,10 +180,11 @@ async def test_a_key_whose_others_are_idle_has_all_threads():
     await asyncio.gather(*(read(threads, HOG, MEDIUM, both.wait) for _ in range(2)))
 
 
-@pytest.mark.parametrize("size", [MEDIUM, LARGE + 1])
-async def test_a_key_rests_behind_each_turn_while_others_are_active(threads, size):
+@pytest.mark.parametrize("first", [MEDIUM, LARGE + 1])
+@pytest.mark.parametrize("second", [MEDIUM, LARGE + 1])
+async def test_a_key_rests_behind_each_turn_while_others_are_active(threads, first, second):
     begins_s = list[float]()
-    for _ in range(2):
+    for size in (first, second):
         load = arriving(threads, HOG, size)
         await threads.begin(load)
         begins_s.append(time.monotonic())

@@ -38,8 +38,8 @@ def fed(steps: Steps) -> Counter[str]:
     return Counter(row.request.key for row in steps.step(num_accepted=1))
 
 
-def test_rows_of_a_key_take_turns_if_they_would_add_more_than_10_ms() -> None:
-    steps, requests = running(0.004)
+def test_rows_of_a_key_take_turns_if_they_would_add_more_than_a_smallest_step() -> None:
+    steps, requests = running(0.002)
     before = [request.num_output for request in requests]
     for _ in range(NUM_ROWS):
         assert fed(steps) == {"a": 2, "b": 1}
@@ -57,14 +57,14 @@ def test_a_choice_of_tokens_that_takes_long_counts() -> None:
     steps, (*ours, other) = running(0.0)
     assert fed(steps) == {"a": NUM_ROWS, "b": 1}
     for request in ours:
-        request.charge(0.003)
+        request.charge(0.0016)
     other.charge(0.05)
     assert fed(steps) == {"a": 3, "b": 1}
 
 
 @pytest.mark.parametrize("tier", [Tier.DEFAULT, Tier.FLEX])
 def test_the_key_of_most_rows_pauses_for_first_tokens_in_every_other_step(tier: Tier) -> None:
-    steps, _ = running(0.001, "aaaaaaaa")
+    steps, _ = running(0.0005, "aaaaaaaa")
     steps.add(of_key("b", "first"))
     assert fed(steps) == {"a": NUM_ROWS, "b": 1}, "the first step of two keys tells who is heavy"
     seen = []
@@ -72,3 +72,13 @@ def test_the_key_of_most_rows_pauses_for_first_tokens_in_every_other_step(tier: 
         steps.add(of_key("b", f"{number}", tier))
         seen.append(fed(steps)["a"])
     assert seen == ([0, NUM_ROWS] * 2 if tier is Tier.DEFAULT else [NUM_ROWS] * 4)
+
+
+def test_a_key_whose_rows_all_end_is_still_known_when_as_many_come_back() -> None:
+    steps, requests = running(0.001)
+    steps.step(num_accepted=1)
+    for request in requests[:NUM_ROWS]:
+        steps.scheduler.finish(request)
+    assert fed(steps) == {"b": 1}
+    steps.add(*(of_key("a", f"again{index}") for index in range(NUM_ROWS)), of_key("b", "first"))
+    assert fed(steps) == {"b": 2}

@@ -26,6 +26,8 @@ _MAX_DEPTH = 100
 stack that overflows may end the process."""
 _SURROGATES = (rb"\ud", rb"\uD", b"\xed")
 """Beginnings of halves of surrogate pairs, and of some other characters, in JSON."""
+_STEP = 2**17
+"""Bytes in which they are looked for at once."""
 _MAX_NAME = 64  # longest field name that a message quotes
 
 _Found = TypeVar("_Found")
@@ -70,9 +72,9 @@ class BodyMiddleware:
                 _check_type(headers)
                 _check_unicode(body)
                 await self._threads.begin(load)
-                if most_depth(body) > _MAX_DEPTH or load.is_large:
+                if load.is_large or most_depth(body) > _MAX_DEPTH:
                     await self._check_structure(body, load)
-                if any(each in body for each in _SURROGATES):
+                if await _beside(load, lambda: _may_have_surrogates(body)):
                     await _beside(load, lambda: _check_surrogates(body))
             scope["state"]["load"] = load
             await self._app(scope, _replayed(body, receive), send)
@@ -116,8 +118,9 @@ class BodyMiddleware:
             reason = f"more than the {self._max_values} names and values that this server takes"
             remedy = "send less, and long prompts as text instead of token ids"
             raise ApiError(413, f"body: {reason}; {remedy}", code="body_too_large")
-        if found.has_long_number:
-            raise ApiError(422, "body: a number has too many digits; shorten it", code="unparsable")
+        if found.has_many_digits:
+            reason = "its numbers have too many digits; shorten them, or send them as text"
+            raise ApiError(422, f"body: {reason}", code="unparsable")
 
     def _too_large(self) -> ApiError:
         return ApiError(
@@ -146,6 +149,12 @@ def _check_type(headers: Headers) -> None:
 def _check_unicode(body: bytes) -> None:
     if not json.detect_encoding(body).startswith("utf-8"):
         raise ApiError(422, "body: it is not UTF-8, as JSON must be", code="unparsable")
+
+
+def _may_have_surrogates(body: bytes) -> bool:
+    """Look for beginnings of surrogates, in small steps that hold up no other thread."""
+    pieces = (body[start : start + _STEP + 2] for start in range(0, len(body), _STEP))
+    return any(each in piece for piece in pieces for each in _SURROGATES)
 
 
 def _check_surrogates(body: bytes) -> None:

@@ -102,6 +102,22 @@ async def test_a_long_number_in_a_large_body_is_refused(client):
     assert "too many digits" in client.error_of(response, 422, None)
 
 
+async def test_many_numbers_that_do_not_fit_64_bits_are_refused_in_a_large_body(client):
+    assert (await client.post(CHAT, json=beyond(LARGE, metadata=[10**17] * 20_000))).is_success
+    body = beyond(LARGE, metadata=[10**18] * 20_000)
+    message = await client.refusal(CHAT, body, 422, None)
+    assert "numbers have too many digits; shorten them" in message
+
+
+@pytest.mark.parametrize("place", [-1, -2, -3, 0])
+async def test_half_of_a_pair_is_found_where_a_large_body_is_divided(client, place):
+    text = json.dumps(beyond(LARGE, user="\ud800"))
+    text = "{" + " " * (2**17 + place - text.index("\\ud800")) + text[1:]
+    assert text.index("\\ud800") == 2**17 + place
+    response = await client.post(CHAT, content=text, headers=JSON)
+    assert "surrogate" in client.error_of(response, 400, "user")
+
+
 @pytest.mark.parametrize("field", ["max_tokens", "min_tokens", "seed", "top_k", "n"])
 async def test_a_number_of_thousands_of_digits_is_an_invalid_value(client, field):
     body = json.dumps({**COMPLETION, field: 0}).replace(f'"{field}": 0', f'"{field}": {"9" * 4300}')
