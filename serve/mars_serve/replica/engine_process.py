@@ -16,7 +16,7 @@ from mars_serve.engine.ipc.channel import Channel
 from mars_serve.engine.ipc.client import EngineClient
 from mars_serve.engine.ipc.pulse import Pulse
 from mars_serve.replica.engine_template import (
-    ForkedEngine,
+    EngineProcess,
     fork_engine,
     python_environment,
     template_name,
@@ -37,29 +37,6 @@ class EngineStart:
     """CPU threads of the engine, unless the settings name a number."""
     host: str
     """Address of the interface on which requests are accepted."""
-
-
-class _Process:
-    """A child process as a `mars_serve.engine.ipc.client.Worker`."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-
-    def is_alive(self) -> bool:
-        """Return whether the process runs."""
-        return self._process.poll() is None
-
-    def kill(self) -> None:
-        """End the process at once."""
-        self._process.kill()
-
-    def join(self, timeout: float) -> None:
-        """Wait until the process has ended, and kill it after ``timeout`` seconds."""
-        try:
-            self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
 
 
 def start_engine(
@@ -91,9 +68,7 @@ def start_engine(
     return _connected(start, _spawn)
 
 
-def _connected(
-    start: EngineStart, launch: Callable[[list[int]], _Process | ForkedEngine]
-) -> EngineClient:
+def _connected(start: EngineStart, launch: Callable[[list[int]], EngineProcess]) -> EngineClient:
     """Launch an engine's process, wait until the engine is ready, and watch it.
 
     ``launch`` takes the descriptors of its channel, in which ``start`` waits, and its pulse.
@@ -114,12 +89,11 @@ def _connected(
     return engine
 
 
-def _spawn(handed: list[int]) -> _Process:
-    return _Process(
-        subprocess.Popen(  # noqa: S603 - runs this interpreter with fixed arguments
-            [sys.executable, "-m", "mars_serve.replica.engine_main", *map(str, handed)],
-            env=python_environment(),
-            pass_fds=handed,
-            stdin=subprocess.DEVNULL,
-        )
+def _spawn(handed: list[int]) -> EngineProcess:
+    child = subprocess.Popen(  # noqa: S603 - runs this interpreter with fixed arguments
+        [sys.executable, "-m", "mars_serve.replica.engine_main", *map(str, handed)],
+        env=python_environment(),
+        pass_fds=handed,
+        stdin=subprocess.DEVNULL,
     )
+    return EngineProcess(os.pidfd_open(child.pid), child)

@@ -14,6 +14,7 @@ Templates are found by sockets in a directory that belongs to this user alone.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gc
 import hashlib
@@ -43,16 +44,19 @@ _IDLE_S = 60.0
 """Seconds without orders and engines after which a template ends."""
 _ORDER_S = 5.0
 """Longest wait in seconds for the order of a process that has connected."""
+_SILENT_S = 30.0
+"""Seconds without use of a processor after which a template that has an order is given up. Loading
+may take many minutes, but uses a processor even where a slow disk holds it up."""
 
 _log = logging.getLogger("mars_serve.engine")
 
 
-class ForkedEngine:
-    """An engine that a template has forked, as a `mars_serve.engine.ipc.client.Worker`."""
+class EngineProcess:
+    """The process of an engine, as a `mars_serve.engine.ipc.client.Worker`."""
 
-    def __init__(self, process: int) -> None:
-        """Take over the file descriptor of the process (a pidfd)."""
-        self._process = process
+    def __init__(self, process: int, child: subprocess.Popen[bytes] | None = None) -> None:
+        """Take over the file descriptor of a process (a pidfd), which may be this one's child."""
+        self._process, self._child = process, child
 
     def is_alive(self) -> bool:
         """Return whether the process runs."""
@@ -68,6 +72,8 @@ class ForkedEngine:
         if not select.select([self._process], [], [], timeout)[0]:
             self.kill()
             select.select([self._process], [], [])
+        if self._child is not None:
+            self._child.wait()  # else it stays a zombie
 
 
 def template_name(settings: ModelSettings, num_threads: int, node: str) -> str:
@@ -88,10 +94,11 @@ def template_name(settings: ModelSettings, num_threads: int, node: str) -> str:
     return hashlib.sha256(repr((*parts, files, variables)).encode()).hexdigest()[:32]
 
 
-def fork_engine(name: str, handed: list[int]) -> ForkedEngine:
+def fork_engine(name: str, handed: list[int]) -> EngineProcess:
     """Have the template of a name fork an engine, and wait until it has; see `template_name`.
 
     The engine is handed the descriptors of its channel, in which its order waits, and its pulse.
+    A template that is stopped or hangs is ended; the engines that it has forked go on.
 
     Raises:
         OSError: no template can be started, or it has ended or forks nothing.
@@ -103,13 +110,34 @@ def fork_engine(name: str, handed: list[int]) -> ForkedEngine:
     if not is_own or status.st_mode & 0o077:
         raise PermissionError(f"{directory} is no directory that this user alone can use")
     with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(_SILENT_S)
         _connect(connection, directory, str(directory / name))
         # the engine writes its log where this process writes
         socket.send_fds(connection, [b"\0"], [*handed, 1, 2])
-        _, processes, *_ = socket.recv_fds(connection, 1, 1)
+        processes = _answer(connection)
     if not processes:
         raise ConnectionError("the template process has ended, or has no memory for an engine")
-    return ForkedEngine(processes[0])
+    return EngineProcess(processes[0])
+
+
+def _answer(connection: socket.socket) -> list[int]:
+    """Return the descriptors that a template answers with; end it if it does nothing any more."""
+    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)  # process, user, group
+    template = int.from_bytes(peer[:4], sys.byteorder)
+    while True:
+        used = _processor_time(template)
+        try:
+            _, processes, *_ = socket.recv_fds(connection, 1, 1)
+            return processes
+        except TimeoutError:
+            if _processor_time(template) == used:
+                os.kill(template, signal.SIGKILL)
+                raise TimeoutError("the template process did nothing, and is ended") from None
+
+
+def _processor_time(process: int) -> list[str]:
+    """Return the time that a process has used, in the user's and in the kernel's mode."""
+    return Path(f"/proc/{process}/stat").read_text("utf-8").rpartition(")")[2].split()[11:13]
 
 
 def _connect(connection: socket.socket, directory: Path, path: str) -> None:
@@ -119,10 +147,9 @@ def _connect(connection: socket.socket, directory: Path, path: str) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of several replicas that start, one starts the template
         with suppress(FileNotFoundError, ConnectionRefusedError):
             return connection.connect(path)
-        Path(path).unlink(missing_ok=True)  # that of a template which was killed
+        _remove_sockets_of_the_dead(directory)
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))
         listener.bind(path)
-        listener.listen()
         keeper = os.pidfd_open(os.getppid())
         stack.callback(os.close, keeper)
         handed = [listener.fileno(), keeper]
@@ -134,6 +161,14 @@ def _connect(connection: socket.socket, directory: Path, path: str) -> None:
         return connection.connect(path)
 
 
+def _remove_sockets_of_the_dead(directory: Path) -> None:
+    """Remove the sockets of templates that were killed; the others do not notice."""
+    for each in directory.iterdir():
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other_type:
+            if each.is_socket() and other_type.connect_ex(str(each)) == errno.ECONNREFUSED:
+                each.unlink(missing_ok=True)
+
+
 def python_environment() -> dict[str, str]:
     """Return the environment in which a child finds the modules that this process finds."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -141,13 +176,19 @@ def python_environment() -> dict[str, str]:
 
 def main() -> None:
     """Fork an engine for each process that connects, until none is needed any more."""
+    listener, keeper = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    reader, writer = os.pipe()
     if os.fork():
+        os.close(writer)
+        os.read(reader, 1)  # until the other has closed its end
         os._exit(0)  # a process of Ray that ends would end its own children, too
     os.setsid()
+    listener.listen()  # so the system names this process to those that connect
+    os.close(reader)
+    os.close(writer)
     from mars_serve.replica.engine_main import prepare_process  # not before it is detached
 
     prepare_process()
-    listener, keeper = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     loaded: Future[LoadedEngine] | None = None
     try:
         while loaded is None or loaded.exception() is None:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,7 @@ from mars_serve.engine.ipc.channel import ChannelClosed
 from mars_serve.engine.ipc.client import EngineDied
 from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
+from mars_serve.replica import engine_template
 from mars_serve.replica.engine_process import start_engine
 from mars_serve.replica.engine_template import fork_engine, template_name
 from waiting import soon
@@ -128,13 +130,37 @@ def test_engines_have_a_template_only_if_nothing_differs(mars_dir, tmp_path, mon
     assert len(others - {first}) == 5
 
 
-def test_a_directory_that_others_may_use_is_refused(tmp_path, monkeypatch):
+@pytest.fixture
+def directory(tmp_path, monkeypatch):
+    """Return the directory of the templates that are used in a test."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     directory = tmp_path / f"marsray-{os.getuid()}"
-    directory.mkdir()
+    directory.mkdir(mode=0o700)
+    return directory
+
+
+def test_a_directory_that_others_may_use_is_refused(directory):
     directory.chmod(0o750)
     with pytest.raises(PermissionError, match="is no directory that this user alone can use"):
         fork_engine("name", [])
+
+
+def test_sockets_of_the_dead_are_removed(directory, monkeypatch):
+    """Only a start of a template looks for them; here it fails after that."""
+    monkeypatch.setattr(sys, "executable", "/bin/true")
+    (directory / "download").touch()
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(directory / "dead"))
+    with socket.socket(socket.AF_UNIX) as live:
+        live.bind(str(directory / "live"))
+        live.listen()
+        live.setblocking(False)
+        for name in ("one", "other"):
+            with pytest.raises(ConnectionRefusedError):
+                fork_engine(name, [])
+            assert {each.name for each in directory.iterdir()} == {"download", "live", name}
+        with pytest.raises(BlockingIOError):  # nobody has connected
+            live.accept()
 
 
 async def test_a_request_that_can_never_run_is_refused_with_its_reason(loop):
@@ -212,17 +238,20 @@ async def test_a_stopped_engine_gives_back_what_waits_and_is_ended(mars_dir):
     loop.stop()
 
 
-def test_the_engine_ends_with_its_parent(mars_dir):
+def test_an_engine_without_a_template_ends_with_its_parent(mars_dir, directory):
+    """The engine is loaded by itself, because templates cannot be found safely."""
+    directory.chmod(0o750)
     script = """
         import sys, time
         from mars_serve.replica.engine_process import start_engine
         from mars_serve.config.settings import ModelSettings
-        loop = start_engine(ModelSettings(name="mars", path=sys.argv[1]), 1)
+        loop = start_engine(ModelSettings(name="mars", path=sys.argv[1]), 1, node="node")
         print("ready", flush=True)
         time.sleep(600)
     """
     command = [sys.executable, "-c", textwrap.dedent(script), str(mars_dir)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
+    environment = {**os.environ, "TMPDIR": str(directory.parent)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as parent:
         assert parent.stdout.readline() == b"ready\n"
         (child,) = psutil.Process(parent.pid).children()
         os.kill(parent.pid, signal.SIGKILL)
@@ -231,12 +260,16 @@ def test_the_engine_ends_with_its_parent(mars_dir):
 
 
 async def test_a_template_outlives_who_started_it_and_engines_outlive_their_template(
-    loop, mars_dir
+    loop, mars_dir, monkeypatch
 ):
-    """This test is the last one, and ends the template of the others."""
+    """This test is the last one, and ends the template of the others: it is stopped."""
     template = process_of(loop).parent()
     assert template not in psutil.Process().children()  # which Ray would end with its worker
-    template.kill()
+    template.suspend()
+    monkeypatch.setattr(engine_template, "_SILENT_S", 0.2)
+    os.environ.pop("PYTEST_CURRENT_TEST")
+    with pytest.raises(TimeoutError, match="did nothing, and is ended"):
+        fork_engine(template_name(settings_of(mars_dir), 1, NODE), [])
     psutil.wait_procs([template], timeout=60)
     outputs = await collect(loop, request("after", window=4))
     assert outputs[-1].finish_reason is FinishReason.LENGTH
