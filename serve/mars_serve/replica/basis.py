@@ -54,8 +54,9 @@ def autoscaling_basis(
         )
     except UserError as error:
         _log.error("autoscaling uses τ = 1 alone, which carries no burst: %s", error)
+        refused = str(error).replace(f"{engine.checkpoint.own_path}/", "")  # clients see it
         return AutoscalingBasis(
-            _ar_capacity(engine, times), outer, refused=str(error), made_s=time.time()
+            _ar_capacity(engine, times), outer, refused=refused, made_s=time.time()
         )
     mismatch = _mismatch(frontier, settings, engine)
     return AutoscalingBasis(
