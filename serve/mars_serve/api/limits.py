@@ -110,7 +110,7 @@ class KeyUsage:
     """The running requests and accounts of one key."""
 
     pace: QueuePace
-    """QueuePace at which the key's requests end."""
+    """Tells at which pace the key's requests end."""
     running: set[_Running] = field(default_factory=set)
     accounts: dict[str, Account] = field(default_factory=dict)
     """Accounts of the limited quantities, by name: ``requests`` or ``tokens``."""

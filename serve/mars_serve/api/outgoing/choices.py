@@ -167,6 +167,11 @@ class Choice:
         self._span = self.spans.start if self.spans else Span.ANSWER
 
     @property
+    def is_forced(self) -> bool:
+        """Whether the output consists of tool calls alone, so that it has no content."""
+        return self.parser is not None and self.parser.is_forced
+
+    @property
     def num_charged(self) -> int:
         """Number of output tokens to pay for: of a choice that did not end, all that were made."""
         made = 0 if self.has_ended else self.request.num_generated

@@ -257,7 +257,7 @@ def _chat_delta(delta: Delta, reasoning_fields: Sequence[str]) -> dict[str, Any]
         others |= dict.fromkeys(reasoning_fields, delta.reasoning)
     if delta.calls:
         others["tool_calls"] = [_call_chunk(call) for call in delta.calls]
-    if not others:
+    if not (others or delta.choice.is_forced):
         return {**entry, "content": delta.text}
     if delta.text or delta.is_first:
         entry["content"] = delta.text or None
@@ -274,12 +274,11 @@ def _message(deltas: Sequence[Delta], reasoning_fields: Sequence[str]) -> dict[s
             function = {"name": part.name, "arguments": ""}
             calls[part.index] = {"id": part.id, "type": "function", "function": function}
         calls[part.index]["function"]["arguments"] += part.arguments
-    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-    if reasoning:
-        message |= {"content": text or None, **dict.fromkeys(reasoning_fields, reasoning)}
+    others: dict[str, Any] = dict.fromkeys(reasoning_fields, reasoning) if reasoning else {}
     if calls:
-        message |= {"content": text or None, "tool_calls": list(calls.values())}
-    return message
+        others["tool_calls"] = list(calls.values())
+    content = text or (None if others or deltas[0].choice.is_forced else "")
+    return {"role": "assistant", "content": content, "refusal": None, **others}
 
 
 def _call_chunk(part: CallPart) -> dict[str, Any]:

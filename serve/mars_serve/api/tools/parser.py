@@ -107,7 +107,7 @@ class ToolParser(ABC):
         """Number of calls whose arguments have ended."""
         self._names = frozenset(names)
         self._is_parallel = is_parallel
-        self._is_forced = is_forced
+        self.is_forced = is_forced
         self._input = ""
         self._position = 0
         """Index of the next character of the input."""
@@ -123,7 +123,7 @@ class ToolParser(ABC):
         self._position, self._is_last = 0, last
         next(self._steps, None)
         events, self._events = self._events, []
-        if self._is_forced:
+        if self.is_forced:
             events = [each for each in events if not isinstance(each, ContentDelta)]
         return list(_merged(events))
 

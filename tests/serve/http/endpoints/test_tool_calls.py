@@ -140,17 +140,15 @@ async def test_a_call_that_is_cut_is_not_finished(client, cut, reason, calls):
     body = {**BODY, "tool_choice": choice, "parallel_tool_calls": False, **cut}
     (whole,) = (await client.answer(CHAT, body))["choices"]
     assert (whole["finish_reason"], whole["stop_reason"]) == (reason, cut.get("stop"))
-    assert not whole["message"]["content"]
+    assert whole["message"]["content"] is None
     found = whole["message"].get("tool_calls", [])
     assert [each["function"] for each in found] == [
         {"name": "take", "arguments": each} for each in calls
     ]
     events = await client.events(CHAT, body)
-    content, streamed = joined(events)
-    assert (content, [each["function"] for each in streamed]) == (
-        "",
-        [each["function"] for each in found],
-    )
+    assert all(event["choices"][0]["delta"].get("content") is None for event in events)
+    streamed = joined(events)[1]
+    assert [each["function"] for each in streamed] == [each["function"] for each in found]
     last = events[-1]["choices"][0]
     assert (last["finish_reason"], last["stop_reason"]) == (reason, cut.get("stop"))
 
