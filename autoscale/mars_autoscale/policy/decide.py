@@ -253,8 +253,10 @@ def _queue_floor(
         return 0.0, ()
     now_s, least_s = snapshot.now_s, min(_LATE_QUEUE_S, settings.cold_start_s / 3)
     requests = waiting + sum(replica.num_running for replica in replicas)
-    queue = (*_since(now_s - least_s - settings.period_s, state.late_queue), (now_s, requests))
-    is_long = len(queue) > 1 and now_s - queue[0][0] >= least_s
+    # however far apart decisions are, the last one that is old enough stays
+    begin_s = max((at for at, _ in state.late_queue if now_s - at >= least_s), default=-math.inf)
+    queue = (*(each for each in state.late_queue if each[0] >= begin_s), (now_s, requests))
+    is_long = math.isfinite(begin_s)
     return min(number for _, number in queue) / capacity.max_num_seqs * is_long, queue
 
 

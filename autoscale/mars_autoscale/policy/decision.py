@@ -38,7 +38,7 @@ class Reason(StrEnum):
     STEADY = "steady"
     """There are as many replicas as needed."""
     LOAD = "load"
-    """The arriving or waiting requests need more replicas."""
+    """The arriving requests need more replicas."""
     QUEUE = "queue"
     """The queue has been longer than the objective allows, whatever the arrivals should need."""
     DEBT = "debt"

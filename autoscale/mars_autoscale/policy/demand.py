@@ -32,6 +32,7 @@ def highest_gain(capacity: Capacity, floor_threshold: float) -> float:
 
 def gain_needed(arrivals: Arrivals, capacity: Capacity, num_ready: float) -> float:
     """Return the gain over the base at which the ready replicas carry the arrivals.
+
     It is 1 if prompts alone fill the replicas, as no τ makes those faster.
     """
     free = num_ready - capacity.busy_s(output_tokens=0, prompt_tokens=arrivals.prompt_tokens_per_s)

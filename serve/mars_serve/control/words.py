@@ -25,7 +25,7 @@ BY_HAND = "it was set by hand"
 
 _REASONS = {
     Reason.STEADY: "as many as the load needs",
-    Reason.LOAD: "the arriving or waiting requests need them",
+    Reason.LOAD: "the arriving requests need them",
     Reason.QUEUE: "requests have waited longer than the objective, whatever speed was measured",
     Reason.DEBT: "τ has been low for long, and replicas shall do what quality pays for now",
     Reason.BURSTS: "the arrivals need fewer, but bursts that have come again need them",

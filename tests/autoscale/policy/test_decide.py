@@ -447,6 +447,14 @@ def test_a_queue_orders_nothing_before_that(snapshots):
     assert {each.num_replicas for each in run(snapshots, state)[0]} == {2}
 
 
+@pytest.mark.parametrize("period_s", [2.21, 6.1])
+def test_a_queue_orders_replicas_however_late_decisions_come(period_s):
+    """No two of them are 20 to 22 s apart."""
+    late = {"ready": 2, "running": 16.0, "waiting": 50.0}
+    snapshots = [snapshot_of(period_s * number, 1.0, **late) for number in range(12)]
+    assert Reason.QUEUE in [each.reason for each in run(snapshots)[0]]
+
+
 def test_a_queue_orders_sooner_where_a_start_takes_less():
     settings, state = SETTINGS.model_copy(update={"cold_start_s": 6.0}), OuterState()
     numbers = []
