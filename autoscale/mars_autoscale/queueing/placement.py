@@ -119,6 +119,8 @@ class Placement:
         self.prefixes = PrefixMap(max_keys)
         self._max_sessions = max_sessions
         self._sessions = OrderedDict[str, str]()  # least recently used first
+        self.known = frozenset[str]()
+        """Replicas that were retained last."""
 
     def choose(
         self, keys: Sequence[Hashable], loads: Mapping[str, float], session: str | None = None
@@ -147,8 +149,11 @@ class Placement:
 
     def retain(self, replicas: Collection[str]) -> None:
         """Forget all replicas except these."""
-        self.prefixes.retain(replicas)
-        gone = [session for session, each in self._sessions.items() if each not in replicas]
+        if self.known == (known := frozenset(replicas)):
+            return
+        self.known = known
+        self.prefixes.retain(known)
+        gone = [session for session, each in self._sessions.items() if each not in known]
         for session in gone:
             del self._sessions[session]
 

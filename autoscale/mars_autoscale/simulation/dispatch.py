@@ -58,8 +58,6 @@ class ServerQueue:
     def __init__(self) -> None:
         self._queue = FairQueue[Served]()
         self._placement: Placement | None = None
-        self._known = frozenset[str]()
-        """Names of the replicas that were ready last."""
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -109,10 +107,7 @@ class ServerQueue:
         if self._placement is None:
             slack = slack_of(ready[0].capacity.max_num_seqs)
             self._placement = Placement(slack, tokens_per_key=PREFIX_BLOCK_TOKENS)
-        names = frozenset(each.name for each in ready)
-        if names != self._known:
-            self._known = names
-            self._placement.retain(names)
+        self._placement.retain([each.name for each in ready])
         return self._placement
 
 

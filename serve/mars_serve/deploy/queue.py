@@ -135,7 +135,8 @@ class RequestQueue:
         if not request.num_moves:
             self.num_arrived += 1
             self.prompt_tokens += request.num_prompt
-        self._note_active(request.key)
+        self._active[request.key] = self._clock()
+        self._active.move_to_end(request.key)
         if self._next() is None and not self._must_wait(request):
             lease = self._give(request)
             if lease is not None:
@@ -217,7 +218,7 @@ class RequestQueue:
             num = self._num_compiling()
             if num[request.key] >= max(kept, 1) or num.total() >= room - kept:
                 return True
-        return len(self._active) > 1 and self._held[request.key] >= room - kept
+        return self._has_several_keys() and self._held[request.key] >= room - kept
 
     def _num_compiling(self) -> Counter[str]:
         """Return the requests that have a credit while their grammar may compile, by key."""
@@ -228,12 +229,11 @@ class RequestQueue:
             num.update(each.key for each in reserved if each.options.grammar is not None)
         return num
 
-    def _note_active(self, key: str) -> None:
-        now_s = self._clock()
-        self._active[key] = now_s
-        self._active.move_to_end(key)
-        while next(iter(self._active.values())) < now_s - _ACTIVE_S:
+    def _has_several_keys(self) -> bool:
+        """Whether several keys are active."""
+        while self._active and next(iter(self._active.values())) < self._clock() - _ACTIVE_S:
             self._active.popitem(last=False)
+        return len(self._active) > 1
 
     def _let_go(self, key: str) -> None:
         self._held[key] -= 1
@@ -243,16 +243,16 @@ class RequestQueue:
     def _give(self, request: Request) -> Lease | None:
         """Take a credit of the engine that suits a request best; None if none has one."""
         usable = self._engines.usable()
-        self._router.retain(frozenset(usable))
-        free = {
-            name: client
+        self._router.retain(usable)
+        loads = {
+            name: self._load(client)
             for name, client in usable.items()
             if self._may_get_more(client, request.key)
         }
-        if not free:
+        if not loads:
             return None
-        name = self._router.choose(request, free)
-        client = free[name]
+        name = self._router.choose(request, loads)
+        client = usable[name]
         lease = Lease(name, client, request)
         self._reserved.setdefault(client, []).append(lease)
         self._held[request.key] += 1
@@ -262,11 +262,17 @@ class RequestQueue:
         """Whether an engine has room for a key's request, which takes turns with the prompts of
         other keys, and so waits for those of its own key alone.
         """
-        reserved = self._reserved.get(client, [])
-        own = (lease.request.num_prompt for lease in reserved if lease.request.key == key)
-        backlog_tokens = client.backlog[key] + sum(own)
-        load = load_of(client.num_requests + len(reserved), backlog_tokens)
-        return self._num_free(client) > 0 and has_room(load, self._max_num_seqs)
+        is_free = self._num_free(client) > 0
+        return is_free and has_room(self._load(client, key), self._max_num_seqs)
+
+    def _load(self, client: EngineClient, key: str | None = None) -> float:
+        """Return an engine's load with the leases that were given; if a ``key`` is given, of all
+        prompts those of the key alone count.
+        """
+        reserved = [lease.request for lease in self._reserved.get(client, ())]
+        num_tokens = client.backlog.total() if key is None else client.backlog[key]
+        num_tokens += sum(each.num_prompt for each in reserved if key in (None, each.key))
+        return load_of(client.num_requests + len(reserved), num_tokens)
 
     def _num_free(self, client: EngineClient) -> int:
         return (

@@ -6,33 +6,16 @@ Imports no Ray or HTTP library.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
-from typing import Protocol
 
-from mars_autoscale.queueing.placement import Placement, load_of, slack_of
+from mars_autoscale.queueing.placement import Placement, slack_of
 from mars_serve.config.settings import ModelSettings
 from mars_serve.engine.pages import page_key, root_key
 from mars_serve.engine.request import Request
 
 _MAX_PAGES = 128
 """Number of leading pages that are compared; prompts that share so many go to the same replica."""
-
-
-class Engine(Protocol):
-    """An engine, as a router sees it."""
-
-    @property
-    def num_requests(self) -> int:
-        """Requests that this process has sent and that have not ended."""
-
-    @property
-    def backlog_tokens(self) -> int:
-        """Prompt tokens of those requests that have no output yet."""
-
-    @property
-    def is_overdue(self) -> bool:
-        """Whether the engine shows no sign of life."""
 
 
 def prompt_keys(tenant: str, tokens: Sequence[int], page_size: int, salt: str = "") -> list[bytes]:
@@ -52,7 +35,6 @@ class Router:
         """
         self._page_size = page_size
         self._placement = Placement(slack, tokens_per_key=page_size or 0)
-        self._known = frozenset[str]()
 
     @classmethod
     def of(cls, model: ModelSettings) -> Router:
@@ -61,28 +43,21 @@ class Router:
         slack = slack_of(model.engine.max_num_seqs)
         return cls(page_size if model.engine.enable_prefix_caching else None, slack)
 
-    def retain(self, replicas: frozenset[str]) -> None:
+    def retain(self, replicas: Collection[str]) -> None:
         """Forget all replicas except these."""
-        if replicas != self._known:
-            self._known = replicas
-            self._placement.retain(replicas)
+        self._placement.retain(replicas)
 
-    def choose(self, request: Request, engines: Mapping[str, Engine]) -> str:
-        """Return the replica for a request among ``engines``, those that may get it, at least one.
+    def choose(self, request: Request, loads: Mapping[str, float]) -> str:
+        """Return the replica for a request among those that may get it, at least one.
 
-        Replicas that are overdue, or that failed with this request, are avoided if there are
-        others.
+        Replicas that failed with this request are avoided if there are others. ``loads`` are those
+        of `mars_autoscale.queueing.placement.load_of`.
         """
-        sound = [name for name, engine in engines.items() if not engine.is_overdue]
-        fresh = [name for name in sound if name not in request.failed_on]
-        loads = {name: _load(engines[name]) for name in fresh or sound or engines}
-        if len(self._known) == 1 and len(loads) == 1:
+        fresh = {name: load for name, load in loads.items() if name not in request.failed_on}
+        loads = fresh or loads
+        if len(self._placement.known) == 1 and len(loads) == 1:
             return next(iter(loads))
         keys = list[bytes]()
         if self._page_size is not None:
             keys = prompt_keys(request.tenant, request.tokens, self._page_size, request.cache_salt)
         return self._placement.choose(keys, loads, request.session)
-
-
-def _load(engine: Engine) -> float:
-    return load_of(engine.num_requests, engine.backlog_tokens)

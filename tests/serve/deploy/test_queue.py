@@ -106,6 +106,16 @@ async def test_a_request_for_an_idle_replica_does_not_wait(start, ingress) -> No
     await assert_all_is_back(backend, replica)
 
 
+async def test_leases_of_requests_that_are_not_sent_yet_count_as_load(start, ingress) -> None:
+    backend = await ingress(*(replicas := [start("a"), start("b")]))
+    queue, wanted = backend._queue, [request(str(number)) for number in range(4)]
+    leases = [at_once(queue.lease(each, time.monotonic())) for each in wanted]
+    assert Counter(lease.replica for lease in leases) == {"a": 2, "b": 2}
+    for lease, each in zip(leases, wanted, strict=True):
+        give_up(queue, lease, each)
+    await assert_all_is_back(backend, *replicas)
+
+
 async def test_nothing_is_sent_while_pages_are_short_and_nothing_overtakes(start, ingress) -> None:
     backend = await ingress(replica := start("a", SlowEngine, num_pages=16, max_num_seqs=4))
     (client,) = links_of(backend)
@@ -189,6 +199,8 @@ async def test_a_key_that_floods_leaves_room_for_another_that_is_active(start, i
         await asyncio.sleep(0)
     assert lease.done(), "there is room that was kept for it"
     give_up(backend._queue, lease.result(), wanted)
+    backend._queue._clock = lambda: time.monotonic() + 61  # nobody has come for a minute
+    await soon(lambda: len(backend._queue) == 40 - 18)
     unblock(replica)
     await asyncio.gather(*flood)
     await assert_all_is_back(backend, replica)

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 
 from decoding.engine_requests import make_request
@@ -33,8 +31,8 @@ def test_a_salt_keeps_prefixes_apart_within_a_tenant():
     router.retain(frozenset("ab"))
     request = make_request("r", SHARED)
     request.cache_salt = "one"
-    assert router.choose(request, {"a": Busy(), "b": Busy(1)}) == "a"
-    busier = {"a": Busy(2), "b": Busy()}
+    assert router.choose(request, {"a": 0, "b": 1}) == "a"
+    busier = {"a": 2, "b": 0}
     assert router.choose(request, busier) == "a"
     request.cache_salt = "two"
     assert router.choose(request, busier) == "b"
@@ -44,61 +42,43 @@ def test_only_leading_pages_of_a_long_prompt_are_compared():
     assert len(keys_of(list(range(100_000)))) == 128
 
 
-@dataclass
-class Busy:
-    """Stands for an engine towards a router."""
-
-    num_requests: int = 0
-    is_overdue: bool = False
-    backlog_tokens: int = 0
-
-
-def chosen(router: Router, tokens: list[int] = SHARED, failed_on=(), **engines: Busy) -> str:
+def chosen(router: Router, tokens: list[int] = SHARED, failed_on=(), **loads: float) -> str:
     """Return the replica for a request that has failed on some."""
     request = make_request("r", tokens)
     request.failed_on = failed_on
-    router.retain(frozenset(engines))
-    return router.choose(request, engines)
+    router.retain(frozenset(loads))
+    return router.choose(request, loads)
 
 
 def test_a_request_goes_elsewhere_than_it_failed_if_it_can():
     router = Router(PAGE, slack=3)
-    assert chosen(router, a=Busy(), b=Busy(1)) == "a"
-    assert chosen(router, failed_on=("a",), a=Busy(), b=Busy(9)) == "b"
-    assert chosen(router, failed_on=("a", "b"), a=Busy(1), b=Busy()) == "b"
-    assert chosen(router, failed_on=("a",), a=Busy()) == "a"
-
-
-def test_an_overdue_engine_gets_no_request_if_there_is_another():
-    router = Router(PAGE, slack=3)
-    assert chosen(router, a=Busy(), b=Busy(1)) == "a"
-    assert chosen(router, a=Busy(is_overdue=True), b=Busy(9)) == "b"
-    # the one that answers is better, even if the request failed there
-    assert chosen(router, failed_on=("b",), a=Busy(is_overdue=True), b=Busy(9)) == "b"
-    assert chosen(router, a=Busy(9, is_overdue=True), b=Busy(1, is_overdue=True)) == "b"
+    assert chosen(router, a=0, b=1) == "a"
+    assert chosen(router, failed_on=("a",), a=0, b=9) == "b"
+    assert chosen(router, failed_on=("a", "b"), a=1, b=0) == "b"
+    assert chosen(router, failed_on=("a",), a=0) == "a"
 
 
 def test_a_router_forgets_what_a_replica_had_cached_that_is_gone():
     router = Router(PAGE, slack=3)
-    assert chosen(router, a=Busy(), b=Busy(1)) == "a"
-    assert chosen(router, a=Busy(1), b=Busy()) == "a"
-    assert chosen(router, b=Busy(), c=Busy(1)) == "b"
-    assert chosen(router, a=Busy(), b=Busy(3)) == "b"
+    assert chosen(router, a=0, b=1) == "a"
+    assert chosen(router, a=1, b=0) == "a"
+    assert chosen(router, b=0, c=1) == "b"
+    assert chosen(router, a=0, b=3) == "b"
 
 
 def test_prompts_are_told_apart_by_their_tenant():
     router = Router(PAGE, slack=3)
-    both = {"a": Busy(), "b": Busy(1)}
+    both = {"a": 0, "b": 1}
     assert router.choose(make_request("r", SHARED, tenant="x"), both) == "a"
-    turned = {"a": Busy(1), "b": Busy()}
+    turned = {"a": 1, "b": 0}
     assert router.choose(make_request("r", SHARED, tenant="y"), turned) == "b"
     assert router.choose(make_request("r", SHARED, tenant="x"), turned) == "a"
 
 
 def test_requests_are_shared_out_by_load_alone_without_prefix_caching():
     router = Router(None, slack=3)
-    assert chosen(router, a=Busy(), b=Busy(1)) == "a"
-    assert chosen(router, a=Busy(1), b=Busy()) == "b"
+    assert chosen(router, a=0, b=1) == "a"
+    assert chosen(router, a=1, b=0) == "b"
 
 
 @pytest.mark.parametrize(
@@ -112,10 +92,10 @@ def test_requests_are_shared_out_by_load_alone_without_prefix_caching():
 def test_the_router_of_a_model_follows_its_engines_settings(engine, page_size, slack):
     router = Router.of(ModelSettings(name="m", path="p", engine=engine))
     shared = list(range(page_size or 64))
-    assert chosen(router, shared, a=Busy(), b=Busy(1)) == "a"
+    assert chosen(router, shared, a=0, b=1) == "a"
     holder = "a" if page_size else "b"
-    assert chosen(router, shared, a=Busy(slack), b=Busy()) == holder
-    assert chosen(router, shared[:-1], a=Busy(1), b=Busy()) == "b", "less than a page"
+    assert chosen(router, shared, a=slack, b=0) == holder
+    assert chosen(router, shared[:-1], a=1, b=0) == "b", "less than a page"
     router = Router.of(ModelSettings(name="m", path="p", engine=engine))
-    assert chosen(router, shared, a=Busy(), b=Busy(1)) == "a"
-    assert chosen(router, shared, a=Busy(slack + 1), b=Busy()) == "b"
+    assert chosen(router, shared, a=0, b=1) == "a"
+    assert chosen(router, shared, a=slack + 1, b=0) == "b"

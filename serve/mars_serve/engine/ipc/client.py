@@ -254,11 +254,6 @@ class EngineClient:
         """Requests that came over this connection and have not ended."""
         return len(self._streams)
 
-    @property
-    def backlog_tokens(self) -> int:
-        """Prompt tokens of the requests of this connection that have no output yet."""
-        return self.backlog.total()
-
     def status(self) -> EngineStatus:
         """Return how full the engine was at its last report. Any thread may call this.
 
