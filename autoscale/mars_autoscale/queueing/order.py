@@ -246,9 +246,9 @@ class _Shares(Generic[ItemT]):
 class FairQueue(Generic[ItemT]):
     """The requests of one model that wait in one ingress.
 
-    A queued is added, then popped, removed or expired. One that was popped is settled when its
-    request has ended, so that its key is charged what it really cost; a request whose replica died
-    before it began is added anew. All operations take O(log n) amortised, but `ahead`, which also
+    A request is added, then popped, removed or expired. One that was popped is settled when it has
+    ended, so that its key is charged what it really cost; one whose replica died before it began is
+    added anew. All operations take O(log n) amortised, but `ahead`, which also
     looks at each key that waits in the tier.
     """
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from heapq import heapify, heappop, heappush
 from itertools import groupby
 
@@ -308,7 +308,8 @@ class Scheduler:
                 plan[request] = row
                 budget -= row.num_positions
         budget += self._turns.take_out(plan) if self._turns else 0
-        room = self._begun_room(plan.values(), prompts)
+        bound = self.prompt_room if prompts else None
+        room = bound if bound and bound.begin(plan.values(), prompts) else None
         computed = set[bytes]()
         for request in self._by_turns(prompts):
             least = num_reserved if request is members[0] else 0
@@ -324,13 +325,6 @@ class Scheduler:
                 if room:
                     room.take(row)
         return plan
-
-    def _begun_room(
-        self, decoding: Collection[ScheduledRow], prompts: list[Request]
-    ) -> PromptRoom | None:
-        """Return the room of the step's prompts; None if nothing bounds them."""
-        room = self.prompt_room
-        return room if room and prompts and room.begin(decoding, prompts) else None
 
     def _by_turns(self, prompts: list[Request]) -> Iterator[Request]:
         """Yield prompts by tier, then those of the key for which least was computed, in order.

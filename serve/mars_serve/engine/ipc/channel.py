@@ -1,6 +1,7 @@
 """Sends pickled messages between an engine's process and the process that uses it.
 
-Unpickling is safe here: a socket pair has no name, so only this program can reach its ends.
+Unpickling is safe here: a socket pair has no name, so only this program can reach its ends, and a
+connection to a port is read only once the engine's token has come.
 """
 
 from __future__ import annotations
