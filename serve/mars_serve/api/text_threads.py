@@ -55,7 +55,7 @@ class Rests:
 
 
 class Line:
-    """Threads for which work waits by turns among keys, of which none ever has all.
+    """Threads for which work waits by turns among keys.
 
     There are ``num`` threads, and as many turns at once. While ``has_others`` says that keys other
     than a caller's are active, the caller's key has fewer, and rests after each turn for `_REST`

@@ -73,4 +73,4 @@ class KeyTurns:
         positions = sum(row.num_positions for row in rows)
         step_s = float(self._times.at(positions, sum(row.request.num_cached for row in rows)))
         each_s = max(step_s - self._smallest_s, 0.0) / max(positions, 1)
-        return {row.request: each_s * row.num_positions + row.request.chosen_s for row in rows}
+        return {row.request: each_s * row.num_positions + row.request.choosing_s for row in rows}

@@ -66,7 +66,7 @@ class Request:
     num_cached: int = 0
     """Leading tokens whose keys and values are in the KV cache."""
     pages: list[int] = field(default_factory=list)
-    choice_s: float = 0.0
+    sampling_s: float = 0.0
     """CPU seconds of choosing its tokens in its last step, without those of its grammar."""
     last_turn: int = 0
     """Number of its last step of those in which the rows of a key take turns."""
@@ -139,13 +139,13 @@ class Request:
         return self.span is not before
 
     def charge(self, seconds: float) -> None:
-        """Count CPU seconds of choosing its tokens in the current step."""
-        self.choice_s += seconds
+        """Count CPU seconds of sampling its tokens in the current step."""
+        self.sampling_s += seconds
 
     @property
-    def chosen_s(self) -> float:
+    def choosing_s(self) -> float:
         """CPU seconds of choosing its tokens in its last step, by its grammar, too."""
-        return self.choice_s + ((self.matcher.last_s or 0.0) if self.matcher is not None else 0.0)
+        return self.sampling_s + ((self.matcher.last_s or 0.0) if self.matcher is not None else 0.0)
 
     @property
     def is_audit(self) -> bool:

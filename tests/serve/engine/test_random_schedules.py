@@ -327,8 +327,8 @@ def _count(seen: Counter[str], request: Request, outputs: list[StepOutput]) -> N
     kind = f"{options.mode}, {'grammar' if options.grammar else kind}"
     several = "drafts" if options.mode is Mode.EXACT else "masks"
     seen[kind] += 1
-    assert request.choice_s == 0.0 or not options.is_plain
-    seen["choices charged"] += request.choice_s > 0.0
+    assert request.sampling_s == 0.0 or not options.is_plain
+    seen["choices charged"] += request.sampling_s > 0.0
     several_taken = any(len(tokens) > 1 for tokens in passes)
     seen[f"{kind}, {several} accepted"] += several_taken
     if len({output.threshold for output in outputs}) > 1:
