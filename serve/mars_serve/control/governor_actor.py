@@ -53,6 +53,8 @@ def find_or_start_governor(application: str) -> Any:
         lifetime="detached",  # otherwise it would end with the process that started it
         get_if_exists=True,
         num_cpus=0,
+        # On the head, beside Serve's controller: a worker that drains would wait for this actor.
+        resources={"node:__internal_head__": 0.001},
     )
     return actor.remote()
 
