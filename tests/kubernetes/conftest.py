@@ -6,6 +6,9 @@
     KUBECTL              the command; `kubectl` by default, which reads KUBECONFIG
     MARSRAY_NAMESPACE    namespace that is made and deleted; `marsray-test` by default
     MARSRAY_KEEP         if set, the namespace stays
+    MARSRAY_CUT          command that cuts a node off with the arguments NODE `down`, and connects
+                         it again with NODE `up`; without it no node is lost
+    MARSRAY_REDIS_IMAGE  image that takes the place of Redis' own, NAME:TAG
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     yield found
     if "MARSRAY_KEEP" not in os.environ:
         found("delete", "rayservice,rayjob", "--all", check=False)
+        # Clusters with Redis clean up there first.
+        found("wait", "--for=delete", "raycluster", "--all", "--timeout=120s", check=False)
         found("delete", "namespace", found.namespace, "--ignore-not-found", check=False)
 
 
@@ -41,16 +46,21 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     report: Any = yield
     if report.when == "call" and report.failed:
         item.funcargs["cluster"].keep(item.name)
+        if item.path.stem == "test_from_nothing":
+            item.session.shouldfail = f"later steps need {item.name}"
     return report
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Print the table: step, seconds, result."""
     stats = terminalreporter.stats
-    steps = [*stats.get("passed", []), *stats.get("failed", [])]
+    kinds = ("passed", "failed", "error", "skipped")
+    steps = [step for kind in kinds for step in stats.get(kind, [])]
     terminalreporter.write_line("\n| step | seconds | result |\n| --- | ---: | --- |")
     for each in sorted(steps, key=lambda step: step.start):
         said = [value for _, value in each.user_properties]
-        result = "; ".join(said if each.passed else [f"FAILED, see {KEPT}", *said])
+        if each.skipped:
+            said.append(f"not run: {each.longrepr[2]}")
+        result = "; ".join([f"FAILED, see {KEPT}", *said] if each.failed else said)
         name = each.nodeid.rpartition("::test_")[2].replace("_", " ")
         terminalreporter.write_line(f"| {name} | {each.duration:.0f} | {result} |")

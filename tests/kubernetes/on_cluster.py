@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shlex
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -21,6 +23,11 @@ import yaml
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "build" / "kubernetes"
 """Folder with the logs and events of tests that failed."""
+SERVICE = "k8s/overlays/cpu-dev"
+START_S = 240
+"""Seconds within which everything has to come up."""
+_ANSWERS = 10
+"""Answers that show that the service is there."""
 _CONTAINER = "template/spec/containers/0"
 _REQUESTS = {
     "RayJob": (
@@ -56,6 +63,39 @@ _SMALLER = [
 ]
 
 
+_WORKERS = "/spec/rayClusterConfig/workerGroupSpecs/0"
+_BESIDE_THE_LOAD = {
+    "labelSelector": {"matchLabels": {"gateway.networking.k8s.io/gateway-name": "marsray"}},
+    "topologyKey": "kubernetes.io/hostname",
+}
+_QUICKER = json_patch(
+    "RayService",
+    {"op": "replace", "path": "/spec/rayClusterDeletionDelaySeconds", "value": 30},
+    # Then there is a node that has a worker, and nothing else that is needed.
+    {
+        "op": "add",
+        "path": "/spec/rayClusterConfig/headGroupSpec/template/spec/affinity",
+        "value": {
+            "podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [_BESIDE_THE_LOAD]}
+        },
+    },
+)
+
+
+def rollout(value: str) -> dict[str, Any]:
+    """Return the patch that starts an upgrade."""
+    path = f"{_WORKERS}/template/metadata/annotations/marsray.dev~1rollout"
+    return json_patch("RayService", {"op": "replace", "path": path, "value": value})
+
+
+def make_key(name: str) -> dict[str, Any]:
+    """Return an API key and its entry in a file of keys."""
+    command = [sys.executable, "-m", "mars_platform", "key", name, "--json"]
+    done = subprocess.run(command, capture_output=True, check=True)
+    made: dict[str, Any] = json.loads(done.stdout)
+    return made
+
+
 class Cluster:
     """The cluster, through kubectl."""
 
@@ -76,15 +116,20 @@ class Cluster:
     def get(self, *what: str) -> Any:
         return json.loads(self("get", *what, "--output", "json"))
 
-    def apply(self, manifests: str, *patches: dict[str, Any]) -> None:
+    def apply(self, manifests: str, *patches: dict[str, Any], tag: str | None = None) -> None:
         """Apply a directory through an overlay that names the image and shrinks requests."""
-        image = {"name": "ghcr.io/EXAMPLE/marsray", "newName": self.image, "newTag": self.tag}
+        images = [
+            {"name": "ghcr.io/EXAMPLE/marsray", "newName": self.image, "newTag": tag or self.tag}
+        ]
+        if "MARSRAY_REDIS_IMAGE" in os.environ:
+            name, _, version = os.environ["MARSRAY_REDIS_IMAGE"].rpartition(":")
+            images.append({"name": "redis", "newName": name, "newTag": version})
         with tempfile.TemporaryDirectory(dir=self.folder) as overlay:
             content = {
                 "namespace": self.namespace,
                 "resources": [os.path.relpath(ROOT / manifests, os.path.realpath(overlay))],
-                "patches": [*_SMALLER, *patches],
-                "images": [image],
+                "patches": [*_SMALLER, _QUICKER, *patches],
+                "images": images,
             }
             Path(overlay, "kustomization.yaml").write_text(yaml.safe_dump(content))
             self("apply", "--kustomize", overlay)
@@ -97,23 +142,46 @@ class Cluster:
             found: dict[str, Any] = self.get("rayjob", name).get("status", {})
             return found
 
-        wait_until(lambda: status().get("jobDeploymentStatus") in ("Complete", "Failed"), 900, name)
+        ended = ("Complete", "Failed")
+        wait_until(lambda: status().get("jobDeploymentStatus") in ended, name, 500)
         output = self("logs", f"job/{name}", "--tail=-1", check=False)
-        ended = status()
-        assert (ended["jobStatus"], ended.get("failed", 0)) == ("SUCCEEDED", 0), output
+        found = status()
+        assert (found["jobStatus"], found.get("failed", 0)) == ("SUCCEEDED", 0), output
         self("delete", "rayjob", name)
         return output
 
-    def pods(self, role: str = "worker") -> list[str]:
-        """Return the names of the service's pods of one kind that are ready and stay."""
-        labels = f"app.kubernetes.io/component=serving,ray.io/node-type={role}"
+    def secret(self, name: str, key: str) -> str:
+        return base64.b64decode(self.get("secret", name)["data"][key]).decode()
+
+    def rollout(self) -> str:
+        """Return the value that an upgrade changes."""
+        config = self.get("rayservice", "marsray")["spec"]["rayClusterConfig"]
+        annotations = config["workerGroupSpecs"][0]["template"]["metadata"]["annotations"]
+        return str(annotations["marsray.dev/rollout"])
+
+    def active(self) -> str:
+        """Return the name of the Ray cluster that serves."""
+        status = self.get("rayservice", "marsray")["status"]
+        return str(status["activeServiceStatus"]["rayClusterName"])
+
+    def ready(self, role: str) -> list[dict[str, Any]]:
+        """Return the serving cluster's pods of one kind that are ready and stay, oldest first."""
+        labels = f"ray.io/cluster={self.active()},ray.io/node-type={role}"
+        order = "--sort-by=.metadata.creationTimestamp"
         return [
-            each["metadata"]["name"]
-            for each in self.get("pods", "--selector", labels)["items"]
+            each
+            for each in self.get("pods", "--selector", labels, order)["items"]
             if "deletionTimestamp" not in each["metadata"]
             for condition in each["status"].get("conditions", [])
             if condition["type"] == "Ready" and condition["status"] == "True"
         ]
+
+    def workers(self) -> list[str]:
+        """Return the names of the ready workers, first the one with the ingress."""
+        return [each["metadata"]["name"] for each in self.ready("worker")]
+
+    def heads(self) -> list[str]:
+        return [each["metadata"]["name"] for each in self.ready("head")]
 
     def keep(self, test: str) -> None:
         """Write down what explains a failure."""
@@ -141,6 +209,11 @@ class Load:
         """Return the times at which answers ended that were asked for since then."""
         return sorted(x["end"] for x in self.chats if not x["wrong"] and x["start"] >= since)
 
+    def await_answers(self) -> None:
+        """Wait until requests that are sent from now on have been answered."""
+        since = time.time()
+        wait_until(lambda: len(self.ends(since)) > _ANSWERS, "answers")
+
     def __str__(self) -> str:
         ends = self.ends()
         gap = max((after - before for before, after in pairwise(ends)), default=0.0)
@@ -167,7 +240,17 @@ def load(cluster: Cluster, users: int, tokens: int = 40) -> Iterator[Load]:
             reader.join(120)
 
 
-def wait_until(holds: Callable[[], Any], timeout_s: float, what: str) -> float:
+@contextmanager
+def full_load(cluster: Cluster) -> Iterator[Load]:
+    """Send chats that keep two workers busy while the block runs, which begins with both."""
+    with load(cluster, users=12, tokens=80) as sent:
+        wait_until(lambda: len(cluster.workers()) == 2, "two workers")
+        sent.await_answers()
+        sent.chats.clear()
+        yield sent
+
+
+def wait_until(holds: Callable[[], Any], what: str, timeout_s: float = START_S) -> float:
     """Wait until a condition holds and return the seconds that it took."""
     start = time.monotonic()
     while not holds():

@@ -1,0 +1,204 @@
+"""What losses and changes cost a service that `test_from_nothing.py` has left running.
+
+No step needs the others: `make test-kubernetes TEST_ARGS="-k losses"` runs these alone.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import subprocess
+import time
+
+import pytest
+import yaml
+
+from on_cluster import SERVICE, START_S, Load, full_load, load, make_key, rollout, wait_until
+
+OPERATOR = (
+    "--namespace=kuberay-system",
+    "--selector=app.kubernetes.io/component=kuberay-operator",
+)
+KEYS_S = 150
+"""Seconds within which keys are read, which the README gives as two minutes."""
+CUT = shlex.split(os.environ.get("MARSRAY_CUT", ""))
+GPU_JOBS = {"calibrate": "k8s/jobs/gpu/calibrate", "train": "k8s/overlays/gpu-multi-node-train"}
+
+
+def at_full_strength(cluster, sent: Load, start: float) -> str:
+    """Wait until two workers are ready and answer, and return the figures for the table."""
+    wait_until(lambda: len(cluster.workers()) == 2, "two workers")
+    took = time.monotonic() - start
+    sent.await_answers()
+    return f"full strength after {took:.0f} s"
+
+
+def test_a_drained_node_loses_nothing(cluster, says):
+    if len(cluster.get("nodes")["items"]) == 1:
+        pytest.skip("there is one node only")
+    with full_load(cluster) as sent:
+        node = cluster.ready("worker")[0]["spec"]["nodeName"]
+        start = time.monotonic()
+        try:
+            workers = "--pod-selector=ray.io/node-type=worker"
+            cluster("drain", node, workers, "--delete-emptydir-data", f"--timeout={START_S}s")
+            ended = time.monotonic() - start
+            figures = at_full_strength(cluster, sent, start)
+        finally:
+            cluster("uncordon", node)
+    says(f"{sent}; drained after {ended:.0f} s, {figures}")
+    assert not sent.lost
+
+
+def test_a_killed_worker_is_replaced(cluster, says):
+    with full_load(cluster) as sent:
+        start = time.monotonic()
+        cluster("delete", "pod", cluster.workers()[0], "--grace-period=0", "--force")
+        figures = at_full_strength(cluster, sent, start)
+    says(f"{sent}; {figures}")
+
+
+def test_requests_do_not_need_the_operator(cluster, says):
+    with full_load(cluster) as sent:
+        before = cluster.active()
+        start = time.monotonic()
+        cluster("delete", "pod", *OPERATOR)
+        cluster("wait", "--for=condition=Ready", "pod", *OPERATOR, f"--timeout={START_S}s")
+        took = time.monotonic() - start
+        sent.await_answers()
+    says(f"{sent}; ready again after {took:.0f} s")
+    assert not sent.lost
+    assert cluster.active() == before
+
+
+def worker_on_a_node_of_its_own(cluster) -> tuple[str, str]:
+    """Return a worker and its node, which has nothing else that the service or the load needs."""
+    running = cluster.get("pods", "--all-namespaces")["items"]
+    others = {
+        pod["spec"].get("nodeName")
+        for pod in running
+        if pod["metadata"].get("labels", {}).get("ray.io/node-type") != "worker"
+    }
+    for pod in cluster.ready("worker"):
+        if pod["spec"]["nodeName"] not in others:
+            return pod["metadata"]["name"], pod["spec"]["nodeName"]
+    pytest.skip("no worker has a node of its own")
+
+
+@pytest.mark.skipif(not CUT, reason="MARSRAY_CUT names no command that cuts a node off")
+def test_a_lost_node_loses_its_streams(cluster, says):
+    with full_load(cluster) as sent:
+        worker, node = worker_on_a_node_of_its_own(cluster)
+        subprocess.run([*CUT, node, "down"], check=True)
+        try:
+            noticed = wait_until(lambda: worker not in cluster.workers(), "the loss is noticed")
+            sent.await_answers()
+        finally:
+            subprocess.run([*CUT, node, "up"], check=True)
+        figures = at_full_strength(cluster, sent, time.monotonic())
+    says(f"{sent}; noticed after {noticed:.0f} s, {figures} of the node's return")
+
+
+def test_keys_are_read_without_a_restart(cluster, says):
+    def write(*added):
+        content = yaml.safe_dump({"keys": [*kept, *added]})
+        patch = yaml.safe_dump({"stringData": {"keys.yaml": content}})
+        cluster("patch", "secret", "marsray-keys", "--patch", patch)
+
+    def status() -> str:
+        header = f"Authorization: Bearer {new['key']}"
+        ask = ("curl", "--silent", "--output=/dev/null", "--write-out=%{http_code}")
+        models = "http://marsray-serve-svc:8000/v1/models"
+        return cluster("exec", "load", "--", *ask, f"--header={header}", models)
+
+    kept = yaml.safe_load(cluster.secret("marsray-keys", "keys.yaml"))["keys"]
+    new = make_key("new")
+    with load(cluster, users=4) as sent:
+        sent.await_answers()
+        write(new["entry"])
+        accepted = wait_until(lambda: status() == "200", "the new key is accepted", KEYS_S)
+        write()
+        refused = wait_until(lambda: status() == "401", "the removed key is refused", KEYS_S)
+    says(f"{sent}; accepted after {accepted:.0f} s, refused {refused:.0f} s after its removal")
+    assert not sent.lost
+
+
+def test_the_governor_removes_a_replica_without_loss(cluster, says):
+    with full_load(cluster):
+        pass
+    with load(cluster, users=1) as sent:
+        took = wait_until(lambda: len(cluster.workers()) == 1, "one worker")
+        sent.await_answers()
+    says(f"{sent}; one worker after {took:.0f} s")
+    assert not sent.lost
+
+
+def test_a_version_whose_image_is_missing_is_rolled_back_without_loss(cluster, says):
+    def waits_for_its_image() -> bool:
+        pods = cluster.get("pods", "--selector", "ray.io/node-type=head")["items"]
+        states = [
+            each["state"].get("waiting", {}).get("reason")
+            for pod in pods
+            for kind in ("initContainerStatuses", "containerStatuses")
+            for each in pod["status"].get(kind, [])
+        ]
+        return bool({"ErrImagePull", "ImagePullBackOff"} & set(states))
+
+    with load(cluster, users=4) as sent:
+        sent.await_answers()
+        before, last = cluster.active(), cluster.rollout()
+        cluster.apply(SERVICE, rollout("missing"), tag="missing")
+        wait_until(waits_for_its_image, "the image is missing")
+        sent.await_answers()
+        assert cluster.active() == before
+        cluster.apply(SERVICE, rollout(last))
+        took = wait_until(lambda: cluster.active() != before, "the rollback")
+        sent.await_answers()
+    says(f"{sent}; rolled back after {took:.0f} s")
+    assert not sent.lost
+
+
+def kill_the_head(cluster, sent: Load) -> float:
+    """Kill the head and return the seconds until another one, and a worker, is ready."""
+    (head,) = cluster.heads()
+    cluster("delete", "pod", head, "--grace-period=0", "--force")
+    took = wait_until(lambda: set(cluster.heads()) - {head} and cluster.workers(), "a new head")
+    sent.await_answers()
+    return took
+
+
+def test_a_killed_head_costs_a_restart(cluster, says):
+    with load(cluster, users=4) as sent:
+        sent.await_answers()
+        took = kill_the_head(cluster, sent)
+    says(f"{sent}; new head after {took:.0f} s")
+
+
+def test_with_redis_a_killed_head_loses_nothing(cluster, says):
+    password = f"--from-literal=password={secrets.token_hex(24)}"
+    cluster("delete", "secret", "marsray-redis", "--ignore-not-found")
+    cluster("create", "secret", "generic", "marsray-redis", password)
+    with load(cluster, users=4) as sent:
+        before = cluster.active()
+        cluster.apply("tests/kubernetes/redis", rollout("redis"))
+        wait_until(lambda: cluster.active() != before, "the cluster with Redis")
+        sent.await_answers()
+        took = kill_the_head(cluster, sent)
+    says(f"{sent}; new head after {took:.0f} s")
+    assert not sent.lost
+
+
+@pytest.mark.parametrize("name", GPU_JOBS)
+def test_without_gpus_a_job_waits_and_says_why(cluster, says, name):
+    def reasons() -> list[str]:
+        events = cluster.get("events", "--field-selector", "reason=FailedScheduling")["items"]
+        pods = [each for each in events if each["involvedObject"]["name"].startswith(f"{name}-")]
+        return [each.get("message", "") for each in pods]
+
+    cluster.apply(GPU_JOBS[name])
+    try:
+        wait_until(lambda: any("affinity/selector" in each for each in reasons()), "the event")
+        says(reasons()[-1].partition(". preemption")[0])
+    finally:
+        cluster("delete", "rayjob", name)
