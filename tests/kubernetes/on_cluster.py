@@ -88,6 +88,19 @@ def rollout(value: str) -> dict[str, Any]:
     return json_patch("RayService", {"op": "replace", "path": path, "value": value})
 
 
+def two_workers() -> dict[str, Any]:
+    """Return the patch for two replicas at any load, so that a loss leaves one."""
+    generated = yaml.safe_load((ROOT / SERVICE / "serve-config.yaml").read_text(encoding="utf-8"))
+    config = generated["spec"]["serveConfigV2"].replace("min_replicas: 1", "min_replicas: 2")
+    values = {
+        "/spec/serveConfigV2": config,
+        f"{_WORKERS}/replicas": 2,
+        f"{_WORKERS}/minReplicas": 2,
+    }
+    operations = ({"op": "replace", "path": at, "value": value} for at, value in values.items())
+    return json_patch("RayService", *operations)
+
+
 def make_key(name: str) -> dict[str, Any]:
     """Return an API key and its entry in a file of keys."""
     command = [sys.executable, "-m", "mars_platform", "key", name, "--json"]
@@ -153,16 +166,15 @@ class Cluster:
     def secret(self, name: str, key: str) -> str:
         return base64.b64decode(self.get("secret", name)["data"][key]).decode()
 
-    def rollout(self) -> str:
-        """Return the value that an upgrade changes."""
-        config = self.get("rayservice", "marsray")["spec"]["rayClusterConfig"]
-        annotations = config["workerGroupSpecs"][0]["template"]["metadata"]["annotations"]
-        return str(annotations["marsray.dev/rollout"])
-
     def active(self) -> str:
         """Return the name of the Ray cluster that serves."""
         status = self.get("rayservice", "marsray")["status"]
         return str(status["activeServiceStatus"]["rayClusterName"])
+
+    def rollout(self) -> str:
+        """Return the value of the serving cluster that an upgrade changes."""
+        (workers,) = self.get("raycluster", self.active())["spec"]["workerGroupSpecs"]
+        return str(workers["template"]["metadata"]["annotations"]["marsray.dev/rollout"])
 
     def ready(self, role: str) -> list[dict[str, Any]]:
         """Return the serving cluster's pods of one kind that are ready and stay, oldest first."""
@@ -223,10 +235,10 @@ class Load:
 
 
 @contextmanager
-def load(cluster: Cluster, users: int, tokens: int = 40) -> Iterator[Load]:
+def load(cluster: Cluster, users: int = 3, tokens: int = 40) -> Iterator[Load]:
     """Send chats from a pod of the cluster while the block runs."""
     found, stop = Load(), f"/tmp/stop-{time.time()}"  # noqa: S108 - in the pod
-    arguments = ["http://marsray-serve-svc:8000", str(users), str(tokens), stop]
+    arguments = ["marsray-serve-svc", str(users), str(tokens), stop]
     command = [*cluster.command, "exec", "load", "--", "python", "/load/load.py", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         lines = process.stdout
@@ -238,16 +250,6 @@ def load(cluster: Cluster, users: int, tokens: int = 40) -> Iterator[Load]:
         finally:
             cluster("exec", "load", "--", "touch", stop)
             reader.join(120)
-
-
-@contextmanager
-def full_load(cluster: Cluster) -> Iterator[Load]:
-    """Send chats that keep two workers busy while the block runs, which begins with both."""
-    with load(cluster, users=12, tokens=80) as sent:
-        wait_until(lambda: len(cluster.workers()) == 2, "two workers")
-        sent.await_answers()
-        sent.chats.clear()
-        yield sent
 
 
 def wait_until(holds: Callable[[], Any], what: str, timeout_s: float = START_S) -> float:

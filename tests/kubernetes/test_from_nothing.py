@@ -90,6 +90,14 @@ def test_the_governor_adds_a_replica_in_a_burst(cluster, says):
     assert not sent.lost
 
 
+def test_the_governor_removes_the_replica_again(cluster, says):
+    with load(cluster, users=1) as sent:
+        took = wait_until(lambda: len(cluster.workers()) == 1, "one worker")
+        sent.await_answers()
+    says(f"one worker after {took:.0f} s; {sent}")
+    assert not sent.lost
+
+
 def test_an_upgrade_loses_nothing(cluster, says):
     with load(cluster, users=4) as sent:
         sent.await_answers()

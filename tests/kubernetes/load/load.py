@@ -1,6 +1,6 @@
 """Sends streamed chats until a file appears, and prints a line of JSON for each.
 
-load.py URL USERS TOKENS STOP_FILE
+load.py HOST USERS TOKENS STOP_FILE
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -47,7 +48,17 @@ async def user(client: httpx.AsyncClient, url: str, tokens: int, stop: Path) -> 
         await asyncio.sleep(PAUSE_S)
 
 
-async def main(url: str, users: int, tokens: int, stop: Path) -> None:
+def address(host: str) -> str:
+    """Return the service's address, which stays: a lost packet of DNS would cost 5 s each time."""
+    while True:
+        try:
+            return socket.gethostbyname(host)
+        except socket.gaierror:
+            time.sleep(PAUSE_S)
+
+
+async def main(host: str, users: int, tokens: int, stop: Path) -> None:
+    url = f"http://{address(host)}:8000"
     async with httpx.AsyncClient(
         headers={"Authorization": f"Bearer {os.environ['KEY']}"},
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
