@@ -1,4 +1,4 @@
-"""What losses and changes cost a service that `test_from_nothing.py` has left running.
+"""Measures what losses and changes cost the service that `test_from_nothing.py` leaves running.
 
 No step needs the others: `make test-kubernetes TEST_ARGS="-k losses"` runs these alone.
 """
@@ -27,12 +27,13 @@ GPU_JOBS = {"calibrate": "k8s/jobs/gpu/calibrate", "train": "k8s/overlays/gpu-mu
 
 
 def two(value: str) -> tuple[dict[str, object], ...]:
+    """Return the patches that give the service two workers and start an upgrade."""
     return two_workers(), rollout(value)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _two_workers(cluster):
-    """A service with two workers, at little load: the machine's cores are for what starts."""
+    """Give the service two workers at little load, as the machine's cores are for what starts."""
     cluster.apply("tests/kubernetes/load")
     cluster.apply(SERVICE, *two("two"))
     wait_until(lambda: cluster.rollout() == "two", "the new cluster")

@@ -248,8 +248,8 @@ class FairQueue(Generic[ItemT]):
 
     A request is added, then popped, removed or expired. One that was popped is settled when it has
     ended, so that its key is charged what it really cost; one whose replica died before it began is
-    added anew. All operations take O(log n) amortised, but `ahead`, which also
-    looks at each key that waits in the tier.
+    added anew. All operations take O(log n) amortised, but `ahead`, which also looks at each key
+    that waits in the tier.
     """
 
     def __init__(self) -> None:
