@@ -31,6 +31,7 @@ from mars_platform.cli.report import figure_column, interval, output_console, ta
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_platform.method.rules import visibility
+from mars_platform.mixing.head import Head, decoder_of
 from mars_platform.statistics import ratio_of_totals
 from mars_serve.engine.decoding_options import Sampling
 from mars_serve.engine.engine import Engine
@@ -96,13 +97,13 @@ def mask_drafts(
         visible = visibility(
             torch.zeros_like(ids)[None], positions[None], blocks[None], noisy[None]
         )
-        hidden = model.base_model(
+        hidden = decoder_of(model)(
             input_ids=ids[None],
             position_ids=positions[None],
             attention_mask=visible[:, None],
             use_cache=False,
         ).last_hidden_state[0, len(clean) :]
-        logits = model.get_output_embeddings()(hidden).float().index_fill(-1, banned, -torch.inf)
+        logits = Head(model)(hidden).float().index_fill(-1, banned, -torch.inf)
         drafts = tokens_of(logits, places + 1, temperature, item.index)
         found.append(drafts.view(len(cursors), window))
     return torch.cat(found).numpy()

@@ -21,7 +21,6 @@ from bench.gpu.setup import Setup, weight_bytes
 from mars_platform.method.mode import Mode
 from mars_serve.bench.decode.drawing import DrawingEngine
 from mars_serve.bench.decode.workload import agreeing
-from mars_serve.engine.attention.interface import KeyValueShape
 from mars_serve.engine.decoding_options import DecodingOptions, Sampling
 from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
@@ -76,8 +75,7 @@ class Bench:
         large = torch.ones(2**22 if setup.is_tiny else 2**28, device=model.device)
         self.read_bytes_per_s = large.nbytes / setup.seconds_of(large.sum, 4)
         self.weight_bytes = weight_bytes(model)
-        shape = KeyValueShape.of(model.checkpoint.config)
-        self.token_bytes = shape.elements_per_token * model.dtype.itemsize
+        self.token_bytes = self.engine.shape.elements_per_token * model.dtype.itemsize
         self._names = count()
         self.start = {
             "attention": type(self.engine.attention).__name__,

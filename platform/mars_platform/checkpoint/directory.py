@@ -117,7 +117,6 @@ def read_checkpoint(model: str | Path, *, with_calibration: bool = True) -> Chec
         tokenizer = read_tokenizer(path)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise UserError(f"model: {path} cannot be loaded ({one_line(error)})") from error
-    refuse_unsupported(config, path)
     if metadata is not None:
         check_mask_token(path, metadata, mask_id(tokenizer))
     special = _special_tokens(path, tokenizer, metadata, config)
@@ -192,28 +191,6 @@ def add_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     # plain transformers must not emit the mask either
     model.generation_config.suppress_tokens = [token_id]
     return token_id, grown
-
-
-def refuse_unsupported(config: PreTrainedConfig, path: Path) -> None:
-    """Refuse models with layers that do not attend to all tokens before them.
-
-    Short texts do not show a window; whatever they show is found when the weights are there (see
-    `mars_platform.method.own_forward`).
-
-    Raises:
-        UserError: the family is not supported; the message names it and its unsupported trait.
-    """
-    windowed = getattr(config, "sliding_window", None) and getattr(
-        config, "use_sliding_window", True
-    )
-    default = ["sliding_attention" if windowed else "full_attention"]
-    layer_types = set(getattr(config, "layer_types", None) or default)
-    traits = sorted(layer_types - {"full_attention"})
-    if traits:
-        raise UserError(
-            f"model: {path} is of the family {config.model_type!r} with {', '.join(traits)}, which "
-            "is not supported; use a decoder with full attention (Qwen2, Qwen3, Llama, Mistral)"
-        )
 
 
 def _special_tokens(

@@ -15,13 +15,15 @@ from mars_autoscale.policy.reports import EngineStatus
 from mars_platform.checkpoint.adapted import load_weights
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method.mode import LiveDecoding
+from mars_platform.mixing.probe import Probe
 from mars_serve.engine.adaptive.audit_room import AuditRoom
 from mars_serve.engine.adaptive.position_budget import PositionBudget
 from mars_serve.engine.adaptive.window_choice import WindowChooser
 from mars_serve.engine.admission import Deadlines, Limits, check_mask
 from mars_serve.engine.attention.interface import Attention, KeyValueShape
-from mars_serve.engine.attention.selection import choose_attention
+from mars_serve.engine.attention.selection import SERVED, choose_attention
 from mars_serve.engine.attention.sizing import num_pages
+from mars_serve.engine.decoder.rotation import settle_rotation
 from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.drafting.sources import DraftSources
 from mars_serve.engine.execution.acceptance import Accepted
@@ -94,7 +96,10 @@ class Engine:
         self.dtype, self.device = weights.dtype, weights.device
         self.settings = settings
         self.page_size = settings.page_size_on(weights.device.type)
-        self.num_pages = num_pages(settings, KeyValueShape.of(weights.config), weights)
+        probe = self._probe(weights)
+        self.shape = KeyValueShape.of(probe.specs)
+        self.num_pages = num_pages(settings, self.shape, weights)
+        probe.require(SERVED, self.max_length)
         vocabulary = weights.get_output_embeddings().out_features
         check_mask(checkpoint, vocabulary)
         self._drafting = DraftSources(settings.num_lookup_drafts, self.window)
@@ -111,6 +116,7 @@ class Engine:
         )
         self.attention = attention_of(
             weights,
+            probe.specs,
             settings,
             num_pages=self.num_pages,
             page_size=self.page_size,
@@ -118,6 +124,7 @@ class Engine:
         )
         self._runner = ModelRunner(
             weights,
+            probe,
             self.attention,
             checkpoint.special,
             metadata.mask_token_id if metadata else None,
@@ -146,6 +153,12 @@ class Engine:
         self._isolation = FaultIsolation(self._runner, budget)
         self._audit_room = AuditRoom()
         self._num_audits = 0
+
+    def _probe(self, model: PreTrainedModel) -> Probe:
+        """Try a model as it was loaded; from then on it rotates all steps alike."""
+        settle_rotation(model)
+        metadata, avoided = self.checkpoint.metadata, self.checkpoint.special.never_emitted
+        return Probe.of(model, avoided=avoided | ({metadata.mask_token_id} if metadata else set()))
 
     @property
     def overlaps(self) -> bool:

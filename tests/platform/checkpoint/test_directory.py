@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 from mars_platform.checkpoint.directory import (
     add_mask_token,
@@ -381,41 +381,3 @@ def test_a_checkpoint_that_needs_its_own_code_is_refused_without_asking(
     assert "custom code" in refusal(call, plain_copy)
     assert asked == []
     assert not (plain_copy / "executed").exists()
-
-
-def qwen2(**options):
-    return Qwen2Config(**CONFIG, **options)
-
-
-def mistral(**options):
-    return MistralConfig(**{**CONFIG, "model_type": "mistral"}, **options)
-
-
-@pytest.mark.parametrize(
-    ("config", "trait"),
-    [
-        (
-            qwen2(use_sliding_window=True, sliding_window=16, max_window_layers=0),
-            "sliding_attention",
-        ),
-        (
-            qwen2(use_sliding_window=True, sliding_window=16, max_window_layers=1),
-            "sliding_attention",
-        ),
-        (mistral(sliding_window=4096), "sliding_attention"),
-    ],
-)
-def test_a_family_with_an_unsupported_trait_is_refused(plain_copy, config, trait):
-    config.save_pretrained(plain_copy)
-    message = refusal(read_checkpoint, plain_copy)
-    assert f"'{config.model_type}'" in message
-    assert trait in message
-
-
-@pytest.mark.parametrize(
-    "config",
-    [qwen2(use_sliding_window=False, sliding_window=16), mistral(sliding_window=None)],
-)
-def test_a_family_whose_sliding_window_is_off_is_read(plain_copy, config):
-    config.save_pretrained(plain_copy)
-    assert read_checkpoint(plain_copy).config.model_type == config.model_type

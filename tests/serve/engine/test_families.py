@@ -97,16 +97,21 @@ LATENT = {
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
-        ("bert", {"num_key_value_heads": 4}, "logits over pages differ .*, first behind token 1 "),
-        ("mamba", {}, "over pages"),
-        ("bloom", {}, "logits over pages differ "),
-        ("granite", {"logits_scaling": 8.0}, r"differ .* by 7\d\d\.\d%"),
-        ("deepseek_v2", {**LATENT, "v_head_dim": 16}, "forward pass fails over pages"),
-        ("deepseek_v3", {**LATENT, "v_head_dim": 8}, "forward pass fails over pages"),
-        ("glm4_moe_lite", {**LATENT, "v_head_dim": 8}, "forward pass fails over pages"),
-        ("gpt_oss", {"layer_types": FULL, "num_local_experts": 4}, "its attention has s_aux"),
-        ("gemma2", {"layer_types": FULL}, "its attention has softcap"),
-        ("phi3", {"sliding_window": 2000}, "its attention has sliding_window"),
+        ("bert", {"num_key_value_heads": 4}, "mask is neither causal nor of windows or chunks"),
+        ("mamba", {}, "no layer calls transformers' attention interface"),
+        ("bloom", {}, "no layer calls transformers' attention interface"),
+        ("lfm2", {"layer_types": ["conv", *FULL[1:]]}, "something besides attention mixes"),
+        ("deepseek_v2", {**LATENT, "v_head_dim": 8}, "keys and values of different sizes in "),
+        ("deepseek_v3", {**LATENT, "v_head_dim": 8}, "keys and values of different sizes in "),
+        ("glm4_moe_lite", {**LATENT, "v_head_dim": 8}, "keys and values of different sizes in "),
+        (
+            "gpt_oss",
+            {"layer_types": FULL, "num_local_experts": 4},
+            "attention sinks in layers 0, 1,",
+        ),
+        ("gemma2", {"layer_types": FULL}, "it has capped scores in layers 0, 1, which"),
+        ("gemma3_text", {"sliding_window": 8}, "it has a sliding window in layers 0, 1, which"),
+        ("phi3", {"sliding_window": 255}, "it has a sliding window in layers 0, 1, which"),
     ],
 )
 def test_other_families_are_refused_by_name(

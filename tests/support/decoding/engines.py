@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
+import torch
 from transformers import PreTrainedModel
 
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.method import reference
 from mars_platform.method.mode import Mode
+from mars_platform.mixing.probe import record
+from mars_platform.mixing.specs import AttentionSpec
 from mars_serve.engine.attention.interface import KeyValueShape
 from mars_serve.engine.attention.paged import PagedAttention
 from mars_serve.engine.attention.plan import Tiling
@@ -86,6 +89,7 @@ def oracle(
 
 def paged_attention(
     model: PreTrainedModel,
+    specs: Sequence[AttentionSpec] | None = None,
     _settings: object = None,
     *,
     num_pages: int,
@@ -94,9 +98,10 @@ def paged_attention(
     tiling: Tiling | None = None,
 ) -> PagedAttention:
     """Return attention that reads pages in place, on a CPU by the kernel's twin."""
+    specs = specs or record(model, torch.ones(1, 4, dtype=torch.long, device=model.device))
     return PagedAttention(
-        KeyValueShape.of(model.config),
-        num_query_heads=model.config.num_attention_heads,
+        KeyValueShape.of(specs),
+        num_query_heads=specs[0].heads,
         num_pages=num_pages,
         page_size=page_size,
         dtype=model.dtype,

@@ -8,9 +8,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from decoding.tiny_models import build_model
 
 _KNOWN = """
-arcee ernie4_5 exaone gemma glm4 glm4_moe gpt2 gpt_neox granite hunyuan_v1_dense llama ministral3
-mistral mixtral nemotron olmo2 olmoe opt phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3
-starcoder2
+arcee cohere ernie4_5 exaone gemma glm4 glm4_moe gpt2 gpt_neox granite hunyuan_v1_dense llama
+ministral3 mistral mixtral nemotron olmo2 olmoe opt phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe
+seed_oss smollm3 starcoder2
 """
 _OTHERS = """
 apertus aria_text biogpt bitnet codegen dots1 ernie4_5_moe flex_olmo glm gptj granitemoe
@@ -25,6 +25,8 @@ _UNGROUPED = ("biogpt", "codegen", "gpt2", "gpt_neox", "gptj", "opt", "persimmon
 _SETTINGS = {  # each family takes its own ones and leaves the others alone
     "pad_token_id": 0,
     "sliding_window": None,
+    "logits_scaling": 8.0,
+    "logit_scale": 0.5,
     "rotary_dim": 8,
     "n_routed_experts": 4,
     "num_experts": 4,

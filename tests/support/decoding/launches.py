@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from decoding.engines import paged_attention
 from mars_platform.checkpoint.adapter.layers import attach_adapter
 from mars_platform.checkpoint.adapter.settings import AdapterSettings
-from mars_serve.engine.attention.operator import ATTENTION_NAME
+from mars_platform.mixing.bind import ATTENTION_NAME
 from mars_serve.engine.decoder.adapter import fix_shapes
 from mars_serve.engine.decoder.decoder import merge_layers
 from mars_serve.engine.execution.graphs import GraphedForward, GraphSizes
@@ -74,11 +74,12 @@ def captured_launches(
     config = AutoConfig.for_model(family, num_hidden_layers=num_layers, **sizes)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-        if adapter:
+    attention = paged_attention(model, num_pages=64, page_size=64)
+    if adapter:
+        with torch.device("meta"):
             attach_adapter(model, AdapterSettings(), mask_token_id=7)
     model.set_attn_implementation(ATTENTION_NAME)
     fix_shapes(model)
-    attention = paged_attention(model, num_pages=64, page_size=64)
     if merged:
         merge_layers(model, attention)
     forward = GraphedForward(model, attention, torch.empty(2, dtype=torch.long, device="meta"))

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 import mars_train.method.attention as attention_module
 import mars_train.method.objective as objective_module
 from mars_platform.errors import UserError
-from mars_platform.method.own_forward import OwnForward
 from mars_platform.method.rules import visibility
+from mars_platform.mixing.probe import Probe
 from mars_train.method.attention import (
     FLEX_MULTIPLE,
     attention_mask,
@@ -85,7 +85,7 @@ def logits_seen(monkeypatch):
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_packed_rows_give_the_logits_of_the_own_forward_pass(family, block_size, attention):
     model = build_model(family).eval()
-    own = OwnForward.of(model, avoided={MASK})
+    own = Probe.of(model, avoided={MASK})
     objective = Objective(model, masked=block_size is not None, attention=attention)
     logits = objective.clean_logits(own.tokens, block_size, MASK)
     assert len(logits) == len(own.tokens) - 1
@@ -94,17 +94,6 @@ def test_packed_rows_give_the_logits_of_the_own_forward_pass(family, block_size,
         UserError, match=f"^model: .*'{family}'.* differ .*, first behind token 12 "
     ):
         own.check("in packed rows", lambda: logits.index_fill(0, torch.arange(11, 23), 0.0))
-
-
-@pytest.mark.parametrize(
-    ("family", "words"), [("bert", "differ .*, first behind token 1 of 23"), ("bloom", "fails")]
-)
-def test_a_family_that_reads_masks_in_another_way_is_refused(family, words):
-    model = build_model(family).eval()
-    own = OwnForward.of(model, avoided={MASK})
-    objective = Objective(model, masked=True)
-    with pytest.raises(UserError, match=f"^model: .*'{family}'.* {words}"):
-        own.check("in packed rows", lambda: objective.clean_logits(own.tokens, 4, MASK))
 
 
 # --- the losses -----------------------------------------------------------------------------------

@@ -58,9 +58,9 @@ def straight(tmp_path_factory, start, data):
 
 
 def test_a_model_that_packed_rows_change_is_refused_by_name(job_of, tmp_path):
-    scaled = write_start(tmp_path / "scaled", family="granite", logits_scaling=8.0)
-    error = run_stage(job_of(start=scaled)).error
-    assert error.startswith("model: it is of the family 'granite', and its logits in packed rows ")
+    windows = write_start(tmp_path / "windows", family="mistral", sliding_window=8)
+    error = run_stage(job_of(start=windows)).error
+    assert error.startswith("model: it is of the family 'mistral', and it has a sliding window in ")
 
 
 def assert_equal(ours, expected):

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mars_platform.method.rules import RowSlots
+from mars_platform.mixing.head import decoder_of
 from mars_train.method.attention import (
     FLEX_MULTIPLE,
     Attention,
@@ -75,7 +76,7 @@ class AdapterObjective(Objective):
         self, tokens: Tensor, stream: _Stream, keys: RowSlots, stored: StoredStream
     ) -> Tensor:
         """Return the last hidden states [rows, length, width] of one stream."""
-        output = self.model.base_model(
+        output = decoder_of(self.model)(
             input_ids=tokens.gather(1, stream.indices),
             position_ids=stream.slots.position,
             attention_mask=mask_between(stream.slots, keys, self.attention),

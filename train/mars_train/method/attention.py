@@ -19,9 +19,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mars_platform.errors import UserError
 from mars_platform.method.rules import RowSlots, sees
+from mars_platform.mixing.specs import Trait
 from mars_train.method.layout import Batch
 
 Attention = Literal["sdpa", "flex"]
+TRAINED = frozenset({Trait.VALUE_DIM, Trait.UNEQUAL})
+"""Traits of a model's attention that both kinds train."""
 FLEX_MULTIPLE = 128
 """Side of a block mask's blocks; with flex attention a row's slots are a multiple of it."""
 

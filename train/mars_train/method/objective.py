@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from mars_platform.mixing.head import Head, decoder_of
 from mars_train.method.attention import (
     FLEX_MULTIPLE,
     Attention,
@@ -99,7 +100,7 @@ class Objective(nn.Module):
         if compile:
             # Layers are compiled one by one: they share one graph, and FSDP2 can still gather and
             # free each of them.
-            for layer in model.base_model.layers:
+            for layer in decoder_of(model).layers:
                 layer.compile(dynamic=True)
             self._token_losses = torch.compile(_token_losses, dynamic=True)
             self._taught_losses = torch.compile(_taught_losses, dynamic=True)
@@ -210,7 +211,7 @@ class Objective(nn.Module):
 
     def _hidden_states(self, batch: Batch, tokens: Tensor | None = None) -> Tensor:
         """Return the last hidden states [rows * slots, width] of the batch, or of other tokens."""
-        output = self.model.base_model(
+        output = decoder_of(self.model)(
             input_ids=batch.tokens if tokens is None else tokens,
             position_ids=batch.position_ids,
             attention_mask=attention_mask(batch, self.attention),
@@ -238,8 +239,7 @@ class Objective(nn.Module):
         return torch.cat([recompute(*chunk) for chunk in chunks])
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.model.get_output_embeddings()(hidden)
-        return logits
+        return Head(self.model)(hidden)
 
     def _chunk_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
         return self._token_losses(self._logits(hidden), labels)

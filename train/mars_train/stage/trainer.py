@@ -31,10 +31,10 @@ from mars_platform.checkpoint.directory import (
 from mars_platform.checkpoint.metadata import MarsMetadata
 from mars_platform.checkpoint.number_type import is_bfloat16_slow
 from mars_platform.errors import UserError
-from mars_platform.method.own_forward import OwnForward
+from mars_platform.mixing.probe import Probe
 from mars_train.data.token_store import TokenStore
 from mars_train.method.adapted import AdapterObjective
-from mars_train.method.attention import FLEX_MULTIPLE, Attention, choose_attention
+from mars_train.method.attention import FLEX_MULTIPLE, TRAINED, Attention, choose_attention
 from mars_train.method.batches import StageBatches, num_steps
 from mars_train.method.layout import Batch
 from mars_train.method.objective import LossSums, MaskLoss, Objective
@@ -147,11 +147,12 @@ class StageTrainer:
         """Make the objective of a model that gives the logits of its own forward pass in a row."""
         mask_id = self._mask_token_id
         self.model.to(self.workers.device)
-        own = OwnForward.of(self.model, avoided={mask_id})
+        probe = Probe.of(self.model, avoided={mask_id})
+        probe.require(TRAINED, self.checkpoint.max_length)
         plain = self._make_objective(attention, is_compiled=False)
-        logits = partial(plain.clean_logits, own.tokens, self.job.block_size, mask_id)
+        logits = partial(plain.clean_logits, probe.tokens, self.job.block_size, mask_id)
         with self.workers.autocast():
-            own.check("in packed rows", logits)
+            probe.check("in packed rows", logits)
         self.model.train()
         return self._make_objective(attention, is_compiled=self.job.recipe.compile)
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from mars_platform.checkpoint.adapter.settings import AdapterSettings
 from mars_platform.errors import UserError
+from mars_platform.mixing.head import decoder_of
 
 if TYPE_CHECKING:  # importing it takes seconds, and a server's ingress loads no model
     from transformers import PreTrainedModel
@@ -187,7 +188,7 @@ def fill_adapter(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -
 
 def _linears(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
     """Yield the linear layers of attention and MLP, with their parents and names there."""
-    for parent in model.base_model.layers.modules():
+    for parent in decoder_of(model).layers.modules():
         for name, child in parent.named_children():
             if type(child) is nn.Linear:
                 yield parent, name, child

@@ -17,11 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from mars_platform.checkpoint.adapted import load_weights, read_model
-from mars_platform.checkpoint.directory import (
-    Checkpoint,
-    SpecialTokens,
-    refuse_unsupported,
-)
+from mars_platform.checkpoint.directory import Checkpoint, SpecialTokens
 from mars_platform.checkpoint.metadata import MarsMetadata
 from mars_platform.config import read_json
 from mars_platform.errors import UserError, one_line
@@ -153,8 +149,6 @@ def _config(name: str) -> PreTrainedConfig:
     if "model_type" not in content:
         raise UserError(f"--untrained: {name} has no model_type; add it, 'qwen2' for example")
     try:
-        config = AutoConfig.for_model(**content)
+        return AutoConfig.for_model(**content)
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise UserError(f"--untrained: {name} is no model's config ({one_line(error)})") from error
-    refuse_unsupported(config, Path(name))
-    return config

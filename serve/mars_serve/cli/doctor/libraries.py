@@ -62,27 +62,32 @@ def _checkpoint(path: Path) -> Iterator[Finding]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from mars_platform.checkpoint.directory import read_checkpoint, refuse_unsupported
+    from mars_platform.checkpoint.directory import read_checkpoint
     from mars_platform.checkpoint.inspection import check_chat_template, check_weights
     from mars_platform.checkpoint.number_type import stored_dtype
-    from mars_serve.engine.attention.interface import KeyValueShape
+    from mars_platform.mixing.probe import record, require
+    from mars_serve.engine.attention.selection import SERVED
 
     checkpoint = read_checkpoint(path)
-    refuse_unsupported(checkpoint.config, path)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(checkpoint.config, trust_remote_code=False)
+        # Products of experts have no float32 form without numbers.
+        model = AutoModelForCausalLM.from_config(
+            checkpoint.config, trust_remote_code=False, dtype=torch.bfloat16
+        ).eval()
     wanted = {name for name, _ in model.named_parameters()}  # a tied one once
     missing = sorted(wanted - set().union(*check_weights(path).values()))
     if missing and len(missing) < len(wanted):  # else the family's names are others on disk
         raise UserError(
             f"the files lack {len(missing)} of {len(wanted)} tensors, such as {missing[0]}; {_COPY}"
         )
+    specs = record(model, torch.ones(1, 4, dtype=torch.long, device="meta"))
+    require(checkpoint.config.model_type, specs, SERVED, checkpoint.max_length)
     mars, dtype = checkpoint.metadata, stored_dtype(path)
     kind = f"block size {mars.block_size}" if mars else "plain AR"
     num = sum(each.numel() for each in model.parameters())
     found = f"{type(model).__name__}, {num / 1e6:,.1f}M weights in {dtype}, {kind}"
     yield Finding("checkpoint", "ok", found)
-    yield _path_served(dtype, KeyValueShape.of(checkpoint.config).head_dim)
+    yield _path_served(dtype, specs[0].key_dim)
     try:
         check_chat_template(path)
     except UserError as error:

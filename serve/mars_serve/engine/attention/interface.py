@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
-from transformers import PreTrainedConfig
 
+from mars_platform.mixing.specs import AttentionSpec
 from mars_serve.engine.batch import StepBatch
 
 
@@ -20,14 +21,10 @@ class KeyValueShape:
     head_dim: int
 
     @classmethod
-    def of(cls, config: PreTrainedConfig) -> KeyValueShape:
-        """Return the shape of a model."""
-        heads = config.num_attention_heads
-        return cls(
-            num_layers=config.num_hidden_layers,
-            num_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        )
+    def of(cls, specs: Sequence[AttentionSpec]) -> KeyValueShape:
+        """Return the shape of a model whose layers attend alike."""
+        first = specs[0]
+        return cls(1 + max(spec.layer for spec in specs), first.kv_heads, first.key_dim)
 
     @property
     def elements_per_token(self) -> int:

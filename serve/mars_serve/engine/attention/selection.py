@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Sequence
 
 import torch
 from transformers import PreTrainedModel
 
+from mars_platform.mixing.specs import AttentionSpec, Trait
 from mars_serve.engine.attention.gathered import GatheredAttention
 from mars_serve.engine.attention.interface import Attention, KeyValueShape
 from mars_serve.engine.attention.paged import PagedAttention
@@ -15,6 +17,8 @@ from mars_serve.engine.settings import EngineSettings
 
 _log = logging.getLogger(__name__)
 
+SERVED = frozenset[Trait]()
+"""Traits of attention that every backend serves."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_HEAD_DIM = 256
 _LEAST_CAPABILITY = 8
@@ -24,6 +28,7 @@ asynchronously."""
 
 def choose_attention(
     model: PreTrainedModel,
+    specs: Sequence[AttentionSpec],
     settings: EngineSettings,
     *,
     num_pages: int,
@@ -32,16 +37,17 @@ def choose_attention(
 ) -> Attention:
     """Return a backend that reads pages in place if a kernel can, and one that gathers them if not.
 
-    ``model`` is on its device and in its type. A row has at most ``max_masks`` masks.
+    ``model``, of layers with ``specs``, is on its device and in its type. A row has at most
+    ``max_masks`` masks.
     """
-    shape = KeyValueShape.of(model.config)
+    shape = KeyValueShape.of(specs)
     device, dtype = model.device, model.dtype
     reason = why_gathered(settings, device, dtype, head_dim=shape.head_dim)
     if reason is None:
         _log.info("attention reads pages in place")
         return PagedAttention(
             shape,
-            num_query_heads=model.config.num_attention_heads,
+            num_query_heads=specs[0].heads,
             num_pages=num_pages,
             page_size=page_size,
             dtype=dtype,
@@ -50,7 +56,7 @@ def choose_attention(
     _log.info("attention gathers pages: %s", reason)
     return GatheredAttention(
         shape,
-        num_query_heads=model.config.num_attention_heads,
+        num_query_heads=specs[0].heads,
         num_pages=num_pages,
         page_size=page_size,
         max_rows=settings.max_num_seqs,

@@ -13,14 +13,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mars_platform.checkpoint.directory import SpecialTokens
-from mars_platform.method.own_forward import PREFIX, OwnForward
+from mars_platform.mixing.bind import ATTENTION_NAME
+from mars_platform.mixing.probe import PREFIX, Probe
 from mars_serve.engine.attention.interface import Attention
-from mars_serve.engine.attention.operator import ATTENTION_NAME
 from mars_serve.engine.attention.paged import PagedAttention
 from mars_serve.engine.batch import build_batch
 from mars_serve.engine.decoder.adapter import fix_shapes, pick_rows
 from mars_serve.engine.decoder.decoder import merge_layers, why_unmerged
-from mars_serve.engine.decoder.rotation import settle_rotation
 from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.device.transfer import HostCopy
 from mars_serve.engine.execution.acceptance import Accepted, accept, num_accepted
@@ -109,6 +108,7 @@ class ModelRunner:
     def __init__(
         self,
         model: PreTrainedModel,
+        probe: Probe,
         attention: Attention,
         special: SpecialTokens,
         mask_token_id: int | None,
@@ -122,6 +122,7 @@ class ModelRunner:
 
         Args:
             model: on its device and in its type.
+            probe: the model's own logits, which it has to give over pages as well.
             attention: owns the KV cache.
             special: tokens that end a sequence, and tokens that are never emitted.
             mask_token_id: id of the mask; None for a plain AR model.
@@ -134,9 +135,6 @@ class ModelRunner:
             UserError: the model does not give the logits of its own forward pass over pages; the
                 message names its family.
         """
-        settle_rotation(model)
-        avoided = special.never_emitted | ({mask_token_id} if mask_token_id is not None else set())
-        own = OwnForward.of(model, avoided=avoided, most=max_length)
         _replace_layers(model, attention, batch_invariant=batch_invariant)
         self.model = model
         self._banned = torch.tensor(
@@ -151,7 +149,8 @@ class ModelRunner:
         self._draw_accepted = draw_accepted
         self._temperatures = temperatures
         self._grammars = GrammarBudget()
-        own.check("over pages", partial(self._prompt_logits, own.tokens, attention.page_size))
+        tokens = probe.tokens[:max_length]
+        probe.check("over pages", partial(self._prompt_logits, tokens, attention.page_size))
 
     @torch.inference_mode()
     def _prompt_logits(self, tokens: list[int], page_size: int) -> Tensor:
@@ -159,7 +158,7 @@ class ModelRunner:
         request = Request("check", tokens, DecodingOptions(1, num_prompt_logprobs=0))
         request.pages = list(range(-(-len(tokens) // page_size)))  # nothing else holds any yet
         found = []
-        for most in (PREFIX, 1, 2, len(tokens)):
+        for most in (PREFIX, len(tokens)):
             if not request.scores_prompt:
                 break
             row = ScheduledRow(request, min(most, request.num_uncached), (0,), reads_logits=False)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from mars_platform.mixing.bind import AttentionCall, bound
+from mars_platform.mixing.head import Head, decoder_of
 from mars_serve.engine.attention.interface import Attention
-from mars_serve.engine.attention.operator import attending
 from mars_serve.engine.decoder.adapter import step_gate
 from mars_serve.engine.decoder.decoder import MergedDecoder, is_merged
 
@@ -20,7 +19,7 @@ class StepFunction:
 
     def __init__(self, model: PreTrainedModel, attention: Attention) -> None:
         """Take a model whose layers, merged or its own, do not change any more."""
-        self._output = model.get_output_embeddings()
+        self._head = Head(model)
         self._decode = MergedDecoder(model) if is_merged(model) else _OwnDecoder(model, attention)
         self._gate = step_gate(model)
 
@@ -43,29 +42,37 @@ class StepFunction:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [n, vocabulary] of hidden states [n, hidden_size]."""
-        logits: Tensor = self._output(hidden)
-        return logits
+        return self._head(hidden)
 
     def write_logits(self, hidden: Tensor, logits: Tensor) -> None:
         """Write the logits of hidden states to a table [n, vocabulary]."""
-        output: Any = self._output
-        if type(output) is nn.Linear and output.bias is None:
-            torch.mm(hidden, output.weight.t(), out=logits)
-        else:
-            logits.copy_(self.logits(hidden))
+        self._head.write(hidden, logits)
 
 
 class _OwnDecoder:
     """The decoder of a model with layers of transformers, called like `MergedDecoder`."""
 
     def __init__(self, model: PreTrainedModel, attention: Attention) -> None:
-        self._decoder: Any = model.base_model  # the model's forward would wrap its output twice
+        self._decoder = decoder_of(model)  # the model's forward would wrap its output twice
         self._attention = attention
 
     def __call__(self, ids: Tensor, position_ids: Tensor, metadata: Any) -> Tensor:
-        with attending(partial(self._attention.attend, metadata=metadata)):
+        with bound(_Step(self._attention, metadata)):
             output = self._decoder(
                 input_ids=ids[None], position_ids=position_ids[None], use_cache=False
             )
         hidden: Tensor = output[0][0]
         return hidden
+
+
+class _Step(NamedTuple):
+    """Attention of one step, for layers of transformers."""
+
+    attention: Attention
+    metadata: Any
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """See `Mixing.attend`."""
+        query, key, value = (part[0].transpose(0, 1) for part in (call.query, call.key, call.value))
+        attended = self.attention.attend(call.layer, query, key, value, call.scaling, self.metadata)
+        return attended.unsqueeze(0)

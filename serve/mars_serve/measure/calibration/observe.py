@@ -11,7 +11,6 @@ import hashlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.checkpoint.translations import ProposedRuns
 from mars_platform.method.mode import Confidence
 from mars_platform.method.rules import confidence, visibility
+from mars_platform.mixing.head import Head, decoder_of
 
 OTHERS = (Confidence.MARGIN, Confidence.ENTROPY)
 """Measures of confidence other than probability."""
@@ -154,7 +154,7 @@ def _observe_together(
     columns = torch.tensor(positions, device=model.device).T.unsqueeze(1)
     position_ids, blocks, noisy = columns  # [1, positions] each
     visible = visibility(torch.zeros_like(position_ids), position_ids, blocks, noisy.bool())
-    hidden_states = model.base_model(
+    hidden_states = decoder_of(model)(
         input_ids=torch.tensor([tokens], device=model.device),
         position_ids=position_ids,
         attention_mask=visible.unsqueeze(1),  # [1, 1, positions, positions]
@@ -178,12 +178,12 @@ def _propose(
 
     ``hidden_states`` are [reads, width].
     """
-    head: Any = model.get_output_embeddings()
+    head = Head(model)
     banned = torch.tensor(sorted(checkpoint.special.never_emitted), device=model.device)
     curves, others, proposed = [], [], []
     size = max(_MAX_LOGITS // model.config.vocab_size, 1)
     for part in torch.split(hidden_states, size):
-        logits: Tensor = head(part)  # [part, vocabulary]
+        logits = head(part)  # [part, vocabulary]
         tokens = logits.index_fill(-1, banned, -torch.inf).argmax(-1)
         curves.append(log_probability_curves(logits, tokens).cpu())
         others.append(

@@ -32,14 +32,16 @@ BACKENDS = ["gathered", "batch-invariant", "paged", "paged in pieces"]
 Cached = Callable[[PreTrainedModel, list[int]], tuple[Tensor, Tensor]]
 
 
-def attention_of(backend: str, model: PreTrainedModel, _: Any, **sizes: int) -> Attention:
+def attention_of(
+    backend: str, model: PreTrainedModel, specs: Any, _: Any, **sizes: int
+) -> Attention:
     """A backend for an engine's model."""
     if backend.startswith("paged"):
-        attention = paged_attention(model, **sizes)
+        attention = paged_attention(model, specs, **sizes)
         return cut(attention) if backend == "paged in pieces" else attention
     return GatheredAttention(
-        KeyValueShape.of(model.config),
-        num_query_heads=model.config.num_attention_heads,
+        KeyValueShape.of(specs),
+        num_query_heads=specs[0].heads,
         max_rows=6,
         dtype=model.dtype,
         device=model.device,

@@ -11,6 +11,7 @@ import torch
 from decoding.attention_steps import AttentionStep
 from decoding.engine_requests import make_request, make_row
 from decoding.engines import Models
+from mars_platform.mixing.specs import AttentionSpec
 from mars_serve.engine.attention.gathered import GatheredAttention
 from mars_serve.engine.attention.interface import KeyValueShape
 from mars_serve.engine.attention.paged import PagedAttention
@@ -48,6 +49,7 @@ def test_pages_are_gathered_if_no_kernel_reads_them(
     with caplog.at_level(logging.INFO):
         attention = choose_attention(
             tiny_model("qwen2"),
+            [AttentionSpec(layer=0, heads=4, kv_heads=2, key_dim=8, value_dim=8)],
             EngineSettings(**settings),
             num_pages=4,
             page_size=16,

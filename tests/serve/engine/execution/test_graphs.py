@@ -20,7 +20,7 @@ from decoding.engine_requests import make_request, make_row
 from decoding.engines import Engines, Models, oracle, paged_attention, passes_of, run
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.method.mode import Confidence, Mode
-from mars_serve.engine.attention.operator import ATTENTION_NAME
+from mars_platform.mixing.bind import ATTENTION_NAME
 from mars_serve.engine.attention.plan import StepShape, cached_pages
 from mars_serve.engine.attention.selection import why_gathered
 from mars_serve.engine.batch import StepBatch, build_batch
@@ -80,10 +80,10 @@ class Pair:
 
     def __init__(self, model: PreTrainedModel, capture: Any, **options: Any) -> None:
         models = [copy.deepcopy(model) for _ in range(2)]  # each forward takes over its own
-        for each in models:
-            each.set_attn_implementation(ATTENTION_NAME)
         sizes = {"page_size": PAGE, "num_pages": NUM_PAGES, **options}
         self.attentions = [paged_attention(each, **sizes) for each in models]
+        for each in models:
+            each.set_attn_implementation(ATTENTION_NAME)
         merge_layers(models[1], self.attentions[1])
         self.eager = EagerForward(models[0], self.attentions[0])
         self.graphed = GraphedForward(models[1], self.attentions[1], BANNED.to(model.device))

@@ -1,0 +1,108 @@
+"""Binds attention into transformers' models: their layers call what mixes positions at the time.
+
+Not every model of transformers passes further arguments down to its layers, so that the running
+step or batch is reached by a context variable. Imports no Ray or HTTP library.
+Source: ``transformers.AttentionInterface``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+ATTENTION_NAME = "marsray"
+"""Name under which transformers' models find the function that attends by what is bound."""
+
+_WITHOUT_EFFECT = {
+    *("cache_position", "dropout", "is_causal", "output_attentions", "output_hidden_states"),
+    *("output_router_logits", "position_embeddings", "position_ids", "return_dict", "use_cache"),
+}
+"""Keyword arguments of layers that say nothing about which keys a query sees, or how."""
+
+
+class AttentionCall(NamedTuple):
+    """All that one layer says when it attends."""
+
+    layer: int
+    query: Tensor
+    """[rows, heads, positions, key_dim]."""
+    key: Tensor
+    """[rows, kv_heads, positions, key_dim]."""
+    value: Tensor
+    """[rows, kv_heads, positions, value_dim]."""
+    scaling: float
+    """Factor of the scores."""
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+    """[heads], a further score of each head, which has no value; None for none."""
+
+
+class Mixing(Protocol):
+    """What lets the positions of one step or batch act on one another."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Attend in one layer: [rows, positions, heads, value_dim]."""
+
+
+_MIXING: ContextVar[Mixing] = ContextVar("marsray_mixing")
+
+
+@contextmanager
+def bound(mixing: Mixing) -> Iterator[None]:
+    """Have models in this thread mix positions by ``mixing``."""
+    before = _MIXING.set(mixing)
+    try:
+        yield
+    finally:
+        _MIXING.reset(before)
+
+
+def read_call(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> AttentionCall:
+    """Return what a layer of transformers says by its arguments.
+
+    Raises:
+        ValueError: it says something else as well, by which attention would differ.
+    """
+    unknown = sorted(
+        name
+        for name, value in others.items()
+        if name not in _WITHOUT_EFFECT and value is not None and value is not False
+    )
+    if unknown:
+        raise ValueError(f"its attention has {', '.join(unknown)}")
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return AttentionCall(layer, query, key, value, scaling, sliding_window, softcap, s_aux)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attend in one layer; transformers' models call this."""
+    call = read_call(module, query, key, value, mask=attention_mask, **others)
+    return _MIXING.get().attend(call), None
+
+
+AttentionInterface.register(ATTENTION_NAME, _attend)

@@ -1,0 +1,89 @@
+"""What the layers of a model ask of attention, as their calls have shown it.
+
+Imports no Ray or HTTP library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Trait(StrEnum):
+    """Differences of a layer's attention from full causal attention with one size of heads."""
+
+    WINDOW = "a sliding window"
+    CHUNK = "attention within chunks"
+    SOFTCAP = "capped scores"
+    SINKS = "attention sinks"
+    VALUE_DIM = "keys and values of different sizes"
+    LATENT = "values that are part of the keys"
+    UNEQUAL = "other sizes than the first layer"
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """The attention of one layer."""
+
+    layer: int
+    """Index that the layer gives itself."""
+    heads: int
+    """Number of query heads."""
+    kv_heads: int
+    key_dim: int
+    """Numbers in a head's key, as in its query."""
+    value_dim: int
+    """Numbers in a head's value."""
+    window: int | None = None
+    """Last tokens that a query sees, itself included; None for all."""
+    chunk: int | None = None
+    """Tokens of the chunks within which queries see; None for no chunks."""
+    softcap: float | None = None
+    """Largest size of a score; None for any."""
+    has_sinks: bool = False
+    """Whether each head has a further score, which has no value."""
+    value_in_key: bool = False
+    """Whether the value is the beginning of the key, as with latent attention."""
+    shares: int | None = None
+    """Layer whose keys and values this one reads; None if it has its own."""
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Query heads, key/value heads, and the sizes of keys and values."""
+        return self.heads, self.kv_heads, self.key_dim, self.value_dim
+
+    def traits(self, max_length: int) -> set[Trait]:
+        """Return the traits that show in texts of up to ``max_length`` tokens."""
+        shown = {
+            Trait.WINDOW: self.window is not None and self.window < max_length,
+            Trait.CHUNK: self.chunk is not None and self.chunk < max_length,
+            Trait.SOFTCAP: self.softcap is not None,
+            Trait.SINKS: self.has_sinks,
+            Trait.VALUE_DIM: self.key_dim != self.value_dim,
+            Trait.LATENT: self.value_in_key,
+        }
+        return {trait for trait, is_shown in shown.items() if is_shown}
+
+
+def beyond(
+    specs: Sequence[AttentionSpec], supported: Collection[Trait], max_length: int
+) -> str | None:
+    """Return which layers have a trait that is not supported, in words; None if none has.
+
+    Traits count if they show in texts of up to ``max_length`` tokens.
+    """
+    layers: dict[Trait, list[int]] = {}
+    for spec in specs:
+        own = spec.traits(max_length)
+        if spec.sizes != specs[0].sizes:
+            own.add(Trait.UNEQUAL)
+        for trait in sorted(own - set(supported)):
+            layers.setdefault(trait, []).append(spec.layer)
+    found = [f"{trait} in {_listed(where)}" for trait, where in layers.items()]
+    return f"it has {' and '.join(found)}, which is not supported" if found else None
+
+
+def _listed(layers: list[int]) -> str:
+    named = ", ".join(map(str, layers[:4])) + (", ..." if len(layers) > 4 else "")
+    return f"{'layer' if len(layers) == 1 else 'layers'} {named}"
