@@ -9,6 +9,10 @@
     MARSRAY_CUT          command that cuts a node off with the arguments NODE `down`, and connects
                          it again with NODE `up`; without it no node is lost
     MARSRAY_REDIS_IMAGE  image that takes the place of Redis' own, NAME:TAG
+    MARSRAY_S3_IMAGE     image with Debian's or another python3 and the package `moto[server]`,
+                         NAME:TAG; without it no object store is used
+    MARSRAY_PROMETHEUS_IMAGE  image with Prometheus, NAME:TAG; needed for monitoring, as are the
+                         CRDs of its operator
 """
 
 from __future__ import annotations

@@ -34,6 +34,10 @@ _REQUESTS = {
         "/spec/submitterPodTemplate/spec/containers/0",
         f"/spec/rayClusterSpec/headGroupSpec/{_CONTAINER}",
     ),
+    "RayCluster": (
+        f"/spec/headGroupSpec/{_CONTAINER}",
+        f"/spec/workerGroupSpecs/0/{_CONTAINER}",
+    ),
     "RayService": (
         "/spec/rayClusterConfig/autoscalerOptions",
         f"/spec/rayClusterConfig/headGroupSpec/{_CONTAINER}",
@@ -41,6 +45,12 @@ _REQUESTS = {
     ),
 }
 """Parts of each kind of object whose requests are made smaller."""
+_OTHER_IMAGES = {
+    "redis": "MARSRAY_REDIS_IMAGE",
+    "moto": "MARSRAY_S3_IMAGE",
+    "prometheus": "MARSRAY_PROMETHEUS_IMAGE",
+}
+"""Variables that name the images of other programs."""
 
 
 def json_patch(kind: str, *operations: dict[str, Any], **target: str) -> dict[str, Any]:
@@ -112,9 +122,9 @@ def make_key(name: str) -> dict[str, Any]:
 class Cluster:
     """The cluster, through kubectl."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, namespace: str | None = None) -> None:
         self.folder = folder
-        self.namespace = os.environ.get("MARSRAY_NAMESPACE", "marsray-test")
+        self.namespace = namespace or os.environ.get("MARSRAY_NAMESPACE", "marsray-test")
         self.image, _, self.tag = os.environ["MARSRAY_IMAGE"].rpartition(":")
         kubectl = shlex.split(os.environ.get("KUBECTL", "kubectl"))
         self.command = [*kubectl, "--namespace", self.namespace]
@@ -129,18 +139,27 @@ class Cluster:
     def get(self, *what: str) -> Any:
         return json.loads(self("get", *what, "--output", "json"))
 
-    def apply(self, manifests: str, *patches: dict[str, Any], tag: str | None = None) -> None:
+    def apply(
+        self,
+        manifests: str | None = None,
+        *patches: dict[str, Any],
+        tag: str | None = None,
+        component: str | None = None,
+    ) -> None:
         """Apply a directory through an overlay that names the image and shrinks requests."""
         images = [
             {"name": "ghcr.io/EXAMPLE/marsray", "newName": self.image, "newTag": tag or self.tag}
         ]
-        if "MARSRAY_REDIS_IMAGE" in os.environ:
-            name, _, version = os.environ["MARSRAY_REDIS_IMAGE"].rpartition(":")
-            images.append({"name": "redis", "newName": name, "newTag": version})
+        for image, variable in _OTHER_IMAGES.items():
+            name, _, version = os.environ.get(variable, "").rpartition(":")
+            if name:
+                images.append({"name": image, "newName": name, "newTag": version})
         with tempfile.TemporaryDirectory(dir=self.folder) as overlay:
+            here = os.path.realpath(overlay)
             content = {
                 "namespace": self.namespace,
-                "resources": [os.path.relpath(ROOT / manifests, os.path.realpath(overlay))],
+                "resources": [os.path.relpath(ROOT / manifests, here)] if manifests else [],
+                "components": [os.path.relpath(ROOT / component, here)] if component else [],
                 "patches": [*_SMALLER, _QUICKER, *patches],
                 "images": images,
             }
@@ -250,6 +269,18 @@ def load(cluster: Cluster, users: int = 3, tokens: int = 40) -> Iterator[Load]:
         finally:
             cluster("exec", "load", "--", "touch", stop)
             reader.join(120)
+
+
+@contextmanager
+def forwarded(cluster: Cluster, target: str, port: int) -> Iterator[str]:
+    """Forward a port of this machine to a pod or service, and yield its URL."""
+    command = [*cluster.command, "port-forward", target, f":{port}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as forward:
+        assert forward.stdout is not None
+        try:
+            yield "http://" + forward.stdout.readline().split()[2]
+        finally:
+            forward.kill()
 
 
 def wait_until(holds: Callable[[], Any], what: str, timeout_s: float = START_S) -> float:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections import Counter
 
 import httpx
 import yaml
 
-from on_cluster import ROOT, SERVICE, json_patch, load, make_key, rollout, wait_until
+from on_cluster import (
+    ROOT,
+    SERVICE,
+    forwarded,
+    json_patch,
+    load,
+    make_key,
+    rollout,
+    wait_until,
+)
 
 CANDIDATE = f"run-{int(time.time())}"
 RECIPE = ROOT / "k8s" / "overlays" / "cpu-dev-train" / "recipe.yaml"
@@ -66,19 +74,14 @@ def test_service_starts(cluster, says):
 
 
 def test_a_chat_streams_through_a_port_forward(cluster, says):
-    command = [*cluster.command, "port-forward", "svc/marsray-serve-svc", ":8000"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as forward:
-        try:
-            address = "http://" + forward.stdout.readline().split()[2]
-            body = {"model": "demo", "messages": [{"role": "user", "content": "Count 3 pens"}]}
-            options = {"json": {**body, "max_tokens": 20, "stream": True}, "timeout": 60}
-            headers = {"Authorization": f"Bearer {cluster.secret('load', 'key')}"}
-            url = f"{address}/v1/chat/completions"
-            assert httpx.post(url, **options).status_code == httpx.codes.UNAUTHORIZED
-            with httpx.stream("POST", url, headers=headers, **options) as answer:
-                lines = [each for each in answer.iter_lines() if each]
-        finally:
-            forward.kill()
+    with forwarded(cluster, "svc/marsray-serve-svc", 8000) as address:
+        body = {"model": "demo", "messages": [{"role": "user", "content": "Count 3 pens"}]}
+        options = {"json": {**body, "max_tokens": 20, "stream": True}, "timeout": 60}
+        headers = {"Authorization": f"Bearer {cluster.secret('load', 'key')}"}
+        url = f"{address}/v1/chat/completions"
+        assert httpx.post(url, **options).status_code == httpx.codes.UNAUTHORIZED
+        with httpx.stream("POST", url, headers=headers, **options) as answer:
+            lines = [each for each in answer.iter_lines() if each]
     assert lines[-1] == "data: [DONE]"
     says(f"{len(lines)} events")
 
