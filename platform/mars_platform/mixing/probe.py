@@ -66,7 +66,8 @@ class Probe:
             (_NUM_TOKENS + 8 * len(avoided),),
             generator=torch.Generator().manual_seed(0),
         )
-        tokens = [token for token in drawn.tolist() if token not in avoided][:_NUM_TOKENS]
+        most = min(_NUM_TOKENS, getattr(config, "max_position_embeddings", None) or _NUM_TOKENS)
+        tokens = [token for token in drawn.tolist() if token not in avoided][:most]
         ids = torch.tensor([tokens], device=model.device)
         specs = record(model, ids)
         model.set_attn_implementation("eager")
@@ -125,8 +126,7 @@ def require(
     family: str, specs: Sequence[AttentionSpec], supported: Collection[Trait], max_length: int
 ) -> None:
     """Refuse layers with other traits; see `Probe.require`."""
-    reason = beyond(specs, supported, max_length)
-    if reason is not None:
+    if reason := beyond(specs, supported, max_length):
         raise _refusal(family, reason)
 
 

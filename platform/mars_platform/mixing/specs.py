@@ -9,6 +9,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+_SIZES = ("heads", "kv_heads", "key_dim", "value_dim")
+
 
 class Trait(StrEnum):
     """Differences of a layer's attention from full causal attention with one size of heads."""
@@ -48,11 +50,6 @@ class AttentionSpec:
     shares: int | None = None
     """Layer whose keys and values this one reads; None if it has its own."""
 
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """Query heads, key/value heads, and the sizes of keys and values."""
-        return self.heads, self.kv_heads, self.key_dim, self.value_dim
-
     def traits(self, max_length: int) -> set[Trait]:
         """Return the traits that show in texts of up to ``max_length`` tokens."""
         shown = {
@@ -76,14 +73,9 @@ def beyond(
     layers: dict[Trait, list[int]] = {}
     for spec in specs:
         own = spec.traits(max_length)
-        if spec.sizes != specs[0].sizes:
+        if any(getattr(spec, size) != getattr(specs[0], size) for size in _SIZES):
             own.add(Trait.UNEQUAL)
         for trait in sorted(own - set(supported)):
             layers.setdefault(trait, []).append(spec.layer)
-    found = [f"{trait} in {_listed(where)}" for trait, where in layers.items()]
+    found = [f"{trait} in layers {str(where[:4])[1:-1]}" for trait, where in layers.items()]
     return f"it has {' and '.join(found)}, which is not supported" if found else None
-
-
-def _listed(layers: list[int]) -> str:
-    named = ", ".join(map(str, layers[:4])) + (", ..." if len(layers) > 4 else "")
-    return f"{'layer' if len(layers) == 1 else 'layers'} {named}"
