@@ -166,9 +166,16 @@ class Cluster:
             Path(overlay, "kustomization.yaml").write_text(yaml.safe_dump(content))
             self("apply", "--kustomize", overlay)
 
-    def run_job(self, name: str, manifests: str, *patches: dict[str, Any]) -> str:
+    def run_job(
+        self,
+        name: str,
+        manifests: str,
+        *patches: dict[str, Any],
+        meanwhile: Callable[[], object] = bool,
+    ) -> str:
         """Run a RayJob to its end and return its output; it has to succeed at the first attempt."""
         self.apply(manifests, *patches)
+        meanwhile()
 
         def status() -> dict[str, Any]:
             found: dict[str, Any] = self.get("rayjob", name).get("status", {})

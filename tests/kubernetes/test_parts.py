@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -32,6 +33,7 @@ from on_cluster import (
 )
 from test_from_nothing import RECIPE
 
+CUT = shlex.split(os.environ.get("MARSRAY_CUT", ""))
 ANSWERS = 3
 UNSEEN = {
     f"ray_marsray_{each}_total"
@@ -40,6 +42,8 @@ UNSEEN = {
 """Counters that have no series before the first of their events."""
 STARTED = int(time.time())
 """Makes names of runs and models that are new."""
+NOTICED_S = 45
+"""Seconds within which a head notices that a node is lost."""
 GPU_PODS = {
     "k8s/jobs/gpu/evaluate": "rayjob/evaluate",
     "k8s/overlays/gpu-submit": "raycluster/submit",
@@ -49,6 +53,11 @@ GPU_PODS = {
 """Manifests with their object, whose pods need GPUs that the nodes do not have."""
 CRDS = ("gateways.gateway.networking.k8s.io", "podmonitors.monitoring.coreos.com")
 """Kinds of objects that the last two have."""
+
+
+def name_candidate(cluster, name: str) -> None:
+    patch = json.dumps({"data": {"CANDIDATE": name}})
+    cluster("patch", "configmap", "marsray-candidate", "--patch", patch)
 
 
 @contextmanager
@@ -157,6 +166,44 @@ def test_a_model_from_an_object_store_is_served(cluster, says):
         for what in made:
             kind, *_, name = what.split()
             cluster("delete", kind, name)
+
+
+@pytest.mark.skipif(not CUT, reason="MARSRAY_CUT names no command that cuts a node off")
+def test_training_on_two_nodes_survives_the_loss_of_one(cluster, says):
+    if len(cluster.get("nodes")["items"]) < 3:
+        pytest.skip("there are fewer than three nodes")
+
+    def lose_a_node() -> None:
+        checkpoints = f"/models/candidates/disturbed-{STARTED}/checkpoints/ar"
+        wait_until(lambda: "step-" in run("ls", checkpoints, check=False), "a checkpoint")
+        selector = "app.kubernetes.io/component=job,ray.io/node-type=worker"
+        workers = cluster.get("pods", "--selector", selector)["items"]
+        nodes = {each["spec"]["nodeName"] for each in workers}
+        assert len(nodes) == 2
+        says(f"cut after {run('ls', checkpoints).split()[-1]}")
+        subprocess.run([*CUT, max(nodes), "down"], check=True)
+        try:
+            time.sleep(NOTICED_S)
+        finally:
+            subprocess.run([*CUT, max(nodes), "up"], check=True)
+
+    text = recipe(60, checkpoints={"every_steps": 10})
+    settings = {"op": "replace", "path": "/data/recipe.yaml", "value": text}
+    before = cluster.get("configmap", "marsray-candidate")["data"]["CANDIDATE"]
+    sums = []
+    with files(cluster) as run:
+        try:
+            for name, meanwhile in (("undisturbed", bool), ("disturbed", lose_a_node)):
+                start = time.monotonic()
+                name_candidate(cluster, f"{name}-{STARTED}")
+                train = ("train", "tests/kubernetes/two-nodes", json_patch("ConfigMap", settings))
+                cluster.run_job(*train, meanwhile=meanwhile)
+                says(f"{name} {time.monotonic() - start:.0f} s")
+                weights = f"/models/candidates/{name}-{STARTED}/model/model.safetensors"
+                sums.append(run("sha256sum", weights).split()[0])
+        finally:
+            name_candidate(cluster, before)
+    assert sums[0] == sums[1]
 
 
 def targets(cluster, monitor: dict[str, Any], endpoint: dict[str, Any]) -> Iterator[dict[str, Any]]:
