@@ -8,6 +8,8 @@
     MARSRAY_KEEP         if set, the namespace stays
     MARSRAY_CUT          command that cuts a node off with the arguments NODE `down`, and connects
                          it again with NODE `up`; without it no node is lost
+    MARSRAY_API          command that stops the API server with `down`, and lets it go on with `up`;
+                         without it the API server stays
     MARSRAY_REDIS_IMAGE  image that takes the place of Redis' own, NAME:TAG
     MARSRAY_S3_IMAGE     image with Debian's or another python3 and the package `moto[server]`,
                          NAME:TAG; without it no object store is used

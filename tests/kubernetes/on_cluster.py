@@ -9,7 +9,6 @@ import shlex
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -234,10 +233,26 @@ class Cluster:
 
 
 class Load:
-    """Chats that ``load/load.py`` has ended so far in its pod."""
+    """Chats that ``load/load.py`` has ended so far in its pod, which needs nobody to go on."""
 
-    def __init__(self) -> None:
-        self.chats: list[dict[str, Any]] = []
+    def __init__(self, cluster: Cluster, users: int, tokens: int) -> None:
+        self._cluster = cluster
+        self._file = f"/tmp/{time.time()}"  # noqa: S108 - in the pod
+        line = f"python /load/load.py marsray-serve-svc {users} {tokens} {self._file}.stop"
+        self._run(f"({line}; touch {self._file}.end) > {self._file} 2> /proc/1/fd/2 &")
+        self._ended: str | None = None
+
+    def _run(self, line: str) -> str:
+        return self._cluster("exec", "load", "--", "sh", "-c", line)
+
+    def stop(self) -> None:
+        self._run(f"touch {self._file}.stop; until [ -e {self._file}.end ]; do sleep 0.5; done")
+        self._ended = self._run(f"cat {self._file}")
+
+    @property
+    def chats(self) -> list[dict[str, Any]]:
+        lines = self._run(f"cat {self._file}") if self._ended is None else self._ended
+        return [json.loads(line) for line in lines.splitlines(keepends=True) if line[-1] == "\n"]
 
     @property
     def lost(self) -> list[str]:
@@ -257,25 +272,19 @@ class Load:
         gap = max((after - before for before, after in pairwise(ends)), default=0.0)
         kinds = Counter(each[:90] for each in self.lost).most_common(3)
         why = "".join(f"; {count} x {kind}" for kind, count in kinds)
+        refused = sum(x["refused"] for x in self.chats if not x["wrong"])
+        why += f"; {refused} x refused, then accepted" if refused else ""
         return f"{len(self.lost)} of {len(self.chats)} lost, longest gap {gap:.1f} s{why}"
 
 
 @contextmanager
 def load(cluster: Cluster, users: int = 3, tokens: int = 40) -> Iterator[Load]:
     """Send chats from a pod of the cluster while the block runs."""
-    found, stop = Load(), f"/tmp/stop-{time.time()}"  # noqa: S108 - in the pod
-    arguments = ["marsray-serve-svc", str(users), str(tokens), stop]
-    command = [*cluster.command, "exec", "load", "--", "python", "/load/load.py", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        lines = process.stdout
-        assert lines is not None
-        reader = threading.Thread(target=lambda: found.chats.extend(map(json.loads, lines)))
-        reader.start()
-        try:
-            yield found
-        finally:
-            cluster("exec", "load", "--", "touch", stop)
-            reader.join(120)
+    found = Load(cluster, users, tokens)
+    try:
+        yield found
+    finally:
+        found.stop()
 
 
 @contextmanager
@@ -297,3 +306,23 @@ def wait_until(holds: Callable[[], Any], what: str, timeout_s: float = START_S) 
         assert time.monotonic() - start < timeout_s, f"{what}: not within {timeout_s} s"
         time.sleep(1)
     return time.monotonic() - start
+
+
+def own_node_of_a_worker(cluster: Cluster) -> tuple[str, str] | None:
+    """Return a worker and its node, which has nothing else that the service or the load needs."""
+    others = {
+        pod["spec"].get("nodeName")
+        for pod in cluster.get("pods", "--all-namespaces")["items"]
+        if pod["metadata"].get("labels", {}).get("ray.io/node-type") != "worker"
+    }
+    nodes = ((pod["metadata"]["name"], pod["spec"]["nodeName"]) for pod in cluster.ready("worker"))
+    return next((found for found in nodes if found[1] not in others), None)
+
+
+def kill_the_head(cluster: Cluster, sent: Load) -> float:
+    """Kill the head and return the seconds until another one, and a worker, is ready."""
+    (head,) = cluster.heads()
+    cluster("delete", "pod", head, "--grace-period=0", "--force")
+    took = wait_until(lambda: set(cluster.heads()) - {head} and cluster.workers(), "a new head")
+    sent.await_answers()
+    return took

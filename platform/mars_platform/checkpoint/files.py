@@ -80,5 +80,5 @@ def check_writable(directory: Path, name: str) -> None:
 def _cannot_write(directory: Path, name: str, error: OSError) -> UserError:
     return UserError(
         f"model: {name} cannot be written into {directory} ({error.strerror or error}); "
-        "make the directory writable or copy the model"
+        "make room, make the directory writable, or copy the model"
     )

@@ -16,6 +16,8 @@ from pathlib import Path
 import httpx
 
 PAUSE_S = 0.2
+RETRY_S = (0.5, 1.0)
+"""Waits before a refused connection is tried again, as OpenAI's clients do."""
 
 
 async def chat(client: httpx.AsyncClient, url: str, tokens: int) -> str:
@@ -42,8 +44,12 @@ async def chat(client: httpx.AsyncClient, url: str, tokens: int) -> str:
 async def user(client: httpx.AsyncClient, url: str, tokens: int, stop: Path) -> None:
     while not stop.exists():
         start = time.time()
-        wrong = await chat(client, url, tokens)
-        sys.stdout.write(json.dumps({"start": start, "end": time.time(), "wrong": wrong}) + "\n")
+        wrong, refused = await chat(client, url, tokens), 0
+        while wrong.startswith("ConnectError") and refused < len(RETRY_S):
+            await asyncio.sleep(RETRY_S[refused])
+            wrong, refused = await chat(client, url, tokens), refused + 1
+        ended = {"start": start, "end": time.time(), "wrong": wrong, "refused": refused}
+        sys.stdout.write(json.dumps(ended) + "\n")
         sys.stdout.flush()
         await asyncio.sleep(PAUSE_S)
 

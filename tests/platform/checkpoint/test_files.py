@@ -85,5 +85,5 @@ def test_a_write_that_fails_leaves_nothing_behind(tmp_path):
     "refused", [check_writable, lambda path, name: write_whole(path, name, "new")]
 )
 def test_a_directory_that_takes_no_files_is_refused(tmp_path, refused):
-    with pytest.raises(UserError, match=r"^model: a\.json .* make the directory writable"):
+    with pytest.raises(UserError, match=r"^model: a\.json .* make room, make the directory"):
         refused(tmp_path / "nothing", "a.json")
