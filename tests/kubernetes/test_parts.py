@@ -169,6 +169,7 @@ def test_a_model_from_an_object_store_is_served(cluster, says):
 
 
 @pytest.mark.skipif(not CUT, reason="MARSRAY_CUT names no command that cuts a node off")
+@pytest.mark.timeout(1200)  # trains twice
 def test_training_on_two_nodes_survives_the_loss_of_one(cluster, says):
     if len(cluster.get("nodes")["items"]) < 3:
         pytest.skip("there are fewer than three nodes")
