@@ -153,7 +153,7 @@ def _record(model: PreTrainedModel, ids: Tensor) -> tuple[AttentionSpec, ...]:
     if not specs:
         raise ValueError("no layer calls transformers' attention interface")
     if straight.device.type != "meta":
-        difference = _differences(outputs(order).float(), straight[order].float()).median()
+        difference = _differences(_finite(outputs(order)), _finite(straight[order])).median()
         if not difference <= _tolerance(straight.dtype):
             raise ValueError(
                 "something besides attention mixes positions or counts them: if they are permuted, "
@@ -296,9 +296,14 @@ def _differences(found: Tensor, expected: Tensor) -> Tensor:
 
 
 def _comparable(logits: Tensor) -> Tensor:
-    """Return logits around their mean, as float32 on the host; what is not finite counts 0.
+    """Return logits around their mean, as float32 on the host.
 
     Some families give tokens that may not follow a logit near the end of the type's range.
     """
-    finite = logits.detach().float().cpu().nan_to_num(0.0, 0.0, 0.0).clamp(-1e3, 1e3)
+    finite = _finite(logits).cpu().clamp(-1e3, 1e3)
     return finite - finite.mean(dim=-1, keepdim=True)
+
+
+def _finite(numbers: Tensor) -> Tensor:
+    """Return numbers as float32, where those that broken weights make count 0."""
+    return numbers.detach().float().nan_to_num(0.0, 0.0, 0.0)
