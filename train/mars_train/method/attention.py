@@ -30,6 +30,8 @@ FLEX_MULTIPLE = 128
 
 _FLEX_NAME = "marsray_flex"
 _STORED_NAME = "marsray_stored"
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+"""Names by which configurations call the dropout of attention."""
 _LEAST_HEAD_DIM = 16
 """Least size of a head that the compiled kernel of flex attention takes."""
 _MOST_AT_ONCE = 2**24
@@ -79,8 +81,9 @@ def use_attention(model: PreTrainedModel, attention: Attention) -> None:
 
 def why_not_flex(config: PreTrainedConfig, device: torch.device) -> str | None:
     """Return why flex attention cannot train a model on a device, or None if it can."""
-    if getattr(config, "attention_dropout", None):
-        return "the model has attention_dropout, which flex attention does not do"
+    dropouts = [name for name in _DROPOUTS if getattr(config, name, None)]
+    if dropouts:
+        return f"the model has {dropouts[0]}, which flex attention does not do"
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if device.type == "cuda" and size < _LEAST_HEAD_DIM:
         return f"the model's heads have {size} numbers and its kernel needs {_LEAST_HEAD_DIM}"
