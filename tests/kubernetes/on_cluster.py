@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -50,6 +51,8 @@ _OTHER_IMAGES = {
     "prometheus": "MARSRAY_PROMETHEUS_IMAGE",
 }
 """Variables that name the images of other programs."""
+_SECRET = re.compile(r"(--from-literal=[^=]*=|Bearer ).*", re.DOTALL)
+"""Values among kubectl's arguments that are not shown."""
 
 
 def json_patch(kind: str, *operations: dict[str, Any], **target: str) -> dict[str, Any]:
@@ -130,9 +133,11 @@ class Cluster:
 
     def __call__(self, *arguments: str, check: bool = True) -> str:
         """Run kubectl in the namespace and return what it printed."""
+        __tracebackhide__ = True  # pytest would print the arguments, which may hold a key
         command = [*self.command, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0 or not check, f"{command}: {done.stderr}"
+        shown = [_SECRET.sub(r"\1...", each) for each in command]
+        assert done.returncode == 0 or not check, f"{shown}: {done.stderr}"
         return done.stdout
 
     def get(self, *what: str) -> Any:

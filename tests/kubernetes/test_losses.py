@@ -208,9 +208,11 @@ def small_disk(cluster) -> Iterator[Callable[[str], str]]:
         yield inside
         inside("rm -f /models/full")
     finally:
+        cluster("delete", "rayjob", "calibrate", "--ignore-not-found")
         cluster("delete", "pod", "marsray-files", "--wait=false")
 
 
+@pytest.mark.timeout(1200)  # waits for a job that fails, and for its next attempt
 def test_a_full_disk_fails_a_job_and_no_request(cluster, says, small_disk):
     def job() -> dict[str, Any]:
         return cluster.get("rayjob", "calibrate").get("status", {})
@@ -234,7 +236,6 @@ def test_a_full_disk_fails_a_job_and_no_request(cluster, says, small_disk):
         took = wait_until(lambda: job().get("jobDeploymentStatus") in ended, "the job", 500)
         assert job()["jobStatus"] == "SUCCEEDED"
         sent.await_answers()
-    cluster("delete", "rayjob", "calibrate")
     says(f"{sent}; failed after {failed:.0f} s, succeeded {took:.0f} s after room was made")
     says(message)
     assert not sent.lost
@@ -243,9 +244,11 @@ def test_a_full_disk_fails_a_job_and_no_request(cluster, says, small_disk):
 @pytest.mark.parametrize("name", GPU_JOBS)
 def test_without_gpus_a_job_waits_and_says_why(cluster, says, name):
     def reasons() -> list[str]:
+        """Return why pods that are there wait; events of earlier ones may still be there, too."""
+        pods = {each["metadata"]["name"] for each in cluster.get("pods")["items"]}
         events = cluster.get("events", "--field-selector", "reason=FailedScheduling")["items"]
-        pods = [each for each in events if each["involvedObject"]["name"].startswith(f"{name}-")]
-        return [each.get("message", "") for each in pods]
+        found = [(each["involvedObject"]["name"], each.get("message", "")) for each in events]
+        return [why for pod, why in found if pod in pods and pod.startswith(f"{name}-")]
 
     cluster.apply(GPU_JOBS[name])
     try:

@@ -115,7 +115,9 @@ def test_submit(cluster, tmp_path, says):
 def reached(run: Callable[..., str], host: str, port: int) -> bool:
     """Return whether a pod that runs commands can open a connection."""
     line = f"import socket\ntry: print(bool(socket.create_connection(({host!r}, {port}), 5)))"
-    return "True" in run("python", "-c", f"{line}\nexcept OSError: print(False)")
+    said = run("python", "-c", f"{line}\nexcept OSError: print(False)")
+    assert ("True" in said) != ("False" in said), said
+    return "True" in said
 
 
 @pytest.mark.skipif("MARSRAY_S3_IMAGE" not in os.environ, reason="MARSRAY_S3_IMAGE names no store")
@@ -143,9 +145,9 @@ def test_a_model_from_an_object_store_is_served(cluster, says):
         "secret generic marsray-object-store": literals,
         "configmap marsray-weights": [f"--from-literal=WEIGHTS_URL={url}"],
     }
-    for what, content in made.items():
-        cluster("create", *what.split(), *content)
     try:
+        for what, content in made.items():
+            cluster("create", *what.split(), *content)
         jobs = "k8s/components/object-store-jobs"
         with files(cluster, jobs) as run:
             assert not reached(run, "store", 443)
@@ -165,7 +167,7 @@ def test_a_model_from_an_object_store_is_served(cluster, says):
     finally:
         for what in made:
             kind, *_, name = what.split()
-            cluster("delete", kind, name)
+            cluster("delete", kind, name, "--ignore-not-found")
 
 
 @pytest.mark.skipif(not CUT, reason="MARSRAY_CUT names no command that cuts a node off")
@@ -240,13 +242,13 @@ def prometheus(cluster, folder: Path) -> Iterator[Callable[[str], Any]]:
     """Run Prometheus with the files of a folder, and yield a function that asks its API."""
     other = Cluster(cluster.folder, "monitoring")
     other.apply("tests/kubernetes/prometheus")
-    other("create", "secret", "generic", "prometheus", f"--from-file={folder}")
     try:
+        other("create", "secret", "generic", "prometheus", f"--from-file={folder}")
         other("wait", "--for=condition=Ready", "pod/prometheus", f"--timeout={START_S}s")
         with forwarded(other, "pod/prometheus", 9090) as address:
             yield lambda path: httpx.get(f"{address}/api/v1/{path}", timeout=30).json()["data"]
     finally:
-        other("delete", "pod/prometheus", "secret/prometheus")
+        other("delete", "pod/prometheus", "secret/prometheus", "--ignore-not-found")
 
 
 @pytest.mark.skipif(
