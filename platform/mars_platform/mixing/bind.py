@@ -25,6 +25,10 @@ _WITHOUT_EFFECT = {
 """Keyword arguments of layers that say nothing about which keys a query sees, or how."""
 
 
+class UnknownAttentionError(ValueError):
+    """A layer says something that is not known here; the message says what the model does."""
+
+
 class AttentionCall(NamedTuple):
     """All that one layer says when it attends."""
 
@@ -44,7 +48,7 @@ class AttentionCall(NamedTuple):
 
 
 class Mixing(Protocol):
-    """What lets the positions of one step or batch act on one another."""
+    """Lets the positions of one step or batch act on one another."""
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend in one layer: [rows, positions, heads, value_dim]."""
@@ -78,7 +82,8 @@ def read_call(
     """Return what a layer of transformers says by its arguments.
 
     Raises:
-        ValueError: it says something else as well, by which attention would differ.
+        UnknownAttentionError: it says something else as well, by which attention would differ, or
+            not which layer it is.
     """
     unknown = sorted(
         name
@@ -86,8 +91,10 @@ def read_call(
         if name not in _WITHOUT_EFFECT and value is not None and value is not False
     )
     if unknown:
-        raise ValueError(f"its attention has {', '.join(unknown)}")
-    layer: int = module.layer_idx  # type: ignore[assignment]
+        raise UnknownAttentionError(f"its attention has {', '.join(unknown)}")
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int):
+        raise UnknownAttentionError("its attention does not say in which layer it is")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     return AttentionCall(layer, query, key, value, scaling, sliding_window, softcap, s_aux)
 

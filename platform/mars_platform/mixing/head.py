@@ -27,8 +27,8 @@ def decoder_of(model: PreTrainedModel) -> Any:
 class Head:
     """The output layer, and what its family does to the logits; the model keeps the weights.
 
-    Which of the two a configuration means is shown by `mars_platform.mixing.probe`: it compares the
-    logits with the model's own.
+    Fields of the configuration are taken by their names. Where a family means something else by
+    them, the logits are not the model's own, as `mars_platform.mixing.probe` finds.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -1,10 +1,11 @@
-"""What the layers of a model ask of attention, as their calls have shown it.
+"""Describes what the layers of a model ask of attention, as their calls have shown it.
 
 Imports no Ray or HTTP library.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -22,11 +23,12 @@ class Trait(StrEnum):
     VALUE_DIM = "keys and values of different sizes"
     LATENT = "values that are part of the keys"
     UNEQUAL = "other sizes than the first layer"
+    REPEATED = "attention more than once a pass"
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """The attention of one layer."""
+    """The attention that one layer asks for in one of its calls."""
 
     layer: int
     """Index that the layer gives itself."""
@@ -70,12 +72,15 @@ def beyond(
 
     Traits count if they show in texts of up to ``max_length`` tokens.
     """
-    layers: dict[Trait, list[int]] = {}
+    layers: dict[Trait, dict[int, None]] = {}
+    calls = Counter(spec.layer for spec in specs)
     for spec in specs:
         own = spec.traits(max_length)
         if any(getattr(spec, size) != getattr(specs[0], size) for size in _SIZES):
             own.add(Trait.UNEQUAL)
+        if calls[spec.layer] > 1:
+            own.add(Trait.REPEATED)
         for trait in sorted(own - set(supported)):
-            layers.setdefault(trait, []).append(spec.layer)
-    found = [f"{trait} in layers {str(where[:4])[1:-1]}" for trait, where in layers.items()]
+            layers.setdefault(trait, {})[spec.layer] = None
+    found = [f"{trait} in layers {str([*where][:4])[1:-1]}" for trait, where in layers.items()]
     return f"it has {' and '.join(found)}, which is not supported" if found else None

@@ -1,4 +1,4 @@
-"""What the probe sees of tiny models of many families, and what it refuses."""
+"""Compares what the probe sees of tiny models of many families, and what it refuses."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_what_layers_ask_for_is_recorded(family: str, monkeypatch: pytest.Monkey
     assert found == [{"layer": index, **off, **layer} for index, layer in enumerate(layers)]
 
 
-def test_layers_that_share_keys_say_whose(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_share_keys_say_whose() -> None:
     changes = {
         "num_hidden_layers": 3,
         "layer_types": [*SLIDING, "full_attention"],
@@ -112,6 +112,23 @@ def test_layers_that_share_keys_say_whose(monkeypatch: pytest.MonkeyPatch) -> No
         (16, None, None),
         (16, None, 1),
     ]
+
+
+def test_each_call_of_a_layer_counts() -> None:
+    model = build("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    model.model.layers[1].self_attn.layer_idx = 0
+    probe = Probe.of(model)
+    assert [(spec.layer, spec.window) for spec in probe.specs] == [(0, None), (0, 8)]
+    words = "it has attention more than once a pass in layers 0 and a sliding window in layers 0, "
+    with pytest.raises(UserError, match=words):
+        probe.require((), 256)
+
+
+def test_attention_that_does_not_say_in_which_layer_it_is_is_refused() -> None:
+    model = build("llama")
+    model.model.layers[1].self_attn.layer_idx = None
+    with pytest.raises(UserError, match="and its attention does not say in which layer it is; "):
+        Probe.of(model)
 
 
 def test_a_model_without_numbers_is_recorded_as_well() -> None:
@@ -158,6 +175,13 @@ def test_a_module_that_reads_the_position_before_is_refused() -> None:
         Probe.of(model)
 
 
+def test_broken_weights_are_no_matter_of_the_family() -> None:
+    model = build("llama")
+    model.model.norm.weight.data.fill_(torch.nan)
+    probe = Probe.of(model)
+    probe.check("again", lambda: model(torch.tensor([probe.tokens])).logits[0])
+
+
 def test_an_attention_of_the_wrong_position_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     attend = probe_module._Recorder.attend
     monkeypatch.setattr(
@@ -167,9 +191,9 @@ def test_an_attention_of_the_wrong_position_is_seen(monkeypatch: pytest.MonkeyPa
         Probe.of(build("llama"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.1), (torch.bfloat16, 1.5)])
 @pytest.mark.parametrize("begin", [0, 16])
-def test_logits_of_another_way_have_to_agree(begin: int, dtype: torch.dtype) -> None:
+def test_logits_of_another_way_have_to_agree(begin: int, dtype: torch.dtype, factor: float) -> None:
     model = build("llama").to(dtype)
     probe = Probe.of(model, avoided={5})
     assert 5 not in probe.tokens
@@ -179,13 +203,47 @@ def test_logits_of_another_way_have_to_agree(begin: int, dtype: torch.dtype) -> 
     probe.check("by sdpa", lambda: logits)
     probe.check("by sdpa", lambda: logits[:7])
     off = logits.clone()
-    off[begin:] *= 1.1
+    off[begin:] *= factor
     with pytest.raises(
         UserError, match=rf"^model: .*'llama', .* by sdpa .* token {begin + 1} of 24"
     ):
         probe.check("by sdpa", lambda: off)
     with pytest.raises(UserError, match=r"its forward pass fails by sdpa \(ZeroDivisionError"):
         probe.check("by sdpa", lambda: logits * (1 // 0))
+    with pytest.raises(UserError, match=r"its forward pass fails by sdpa \(ValueError: invalid"):
+        probe.check("by sdpa", lambda: logits * int("no number"))
+
+
+def test_deep_models_may_round() -> None:
+    """In bfloat16, another order of summation changes the logits of 40 layers by some percent."""
+    model = build("llama", num_hidden_layers=40).to(torch.bfloat16)
+    probe = Probe.of(model)
+    model.set_attn_implementation("sdpa")
+    probe.check("by sdpa", lambda: model(torch.tensor([probe.tokens])).logits[0])
+
+
+class Banning(nn.Module):
+    """An output layer that lets one token never follow, as some families do."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits = self.layer(hidden)
+        return logits.index_fill(-1, torch.tensor([3]), torch.finfo(logits.dtype).min)
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.1), (torch.bfloat16, 1.5)])
+def test_a_token_that_may_not_follow_hides_no_difference(dtype: torch.dtype, factor: float) -> None:
+    model = build("llama").to(dtype)
+    model.lm_head = Banning(model.lm_head)
+    probe = Probe.of(model)
+    logits = model(torch.tensor([probe.tokens])).logits[0].detach()
+    probe.check("again", lambda: logits)
+    off = torch.where(logits > torch.finfo(dtype).min, logits * factor, logits)
+    with pytest.raises(UserError, match="its logits again differ"):
+        probe.check("again", lambda: off)
 
 
 @pytest.mark.parametrize(("window", "is_refused"), [(8, True), (255, True), (256, False)])
@@ -193,9 +251,9 @@ def test_windows_count_if_texts_are_longer(window: int, is_refused: bool) -> Non
     probe = Probe.of(build("mistral", sliding_window=window))
     probe.require({Trait.WINDOW}, 256)
     if is_refused:
-        with pytest.raises(
-            UserError, match="'mistral', and it has a sliding window in layers 0, 1"
-        ):
+        words = "and it has a sliding window in layers 0, 1, which is not supported"
+        remedy = f"set max_position_embeddings in its config.json to {window}, or take a decoder"
+        with pytest.raises(UserError, match=f"'mistral', {words}; {remedy}"):
             probe.require({Trait.CHUNK}, 256)
     else:
         probe.require((), 256)
