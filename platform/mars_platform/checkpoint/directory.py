@@ -33,6 +33,7 @@ from mars_platform.checkpoint.metadata import (
 from mars_platform.checkpoint.tokenizer import mask_id, name_mask_token, read_tokenizer
 from mars_platform.config import read_json
 from mars_platform.errors import UserError, one_line
+from mars_platform.mixing.head import per_layer_embedding
 
 if TYPE_CHECKING:  # importing transformers' models takes seconds; a server's ingress loads none
     from transformers import PreTrainedModel
@@ -138,7 +139,6 @@ def load_model(path: Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedM
             path,
             trust_remote_code=False,
             dtype=dtype,
-            attn_implementation="sdpa",
             use_safetensors=True,
             output_loading_info=True,
         )
@@ -172,8 +172,9 @@ def add_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     """Add the ``<|mask|>`` token to tokenizer and model, unless they have it.
 
     The token takes a spare row of a padded embedding; without a spare row the embedding grows by
-    one. The row starts as the mean of the rows in use, because the spare rows of published models
-    are untrained and can be far from any token.
+    one, and with it an embedding that gives each layer a further input. The row starts as the mean
+    of the rows in use, because the spare rows of published models are untrained and can be far from
+    any token.
 
     Returns:
         The token's id, and whether the embedding has grown.
@@ -182,12 +183,15 @@ def add_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     token_id, is_new = name_mask_token(tokenizer)
     if not is_new:
         return token_id, False
-    grown = token_id >= model.get_input_embeddings().weight.shape[0]
-    if grown:
-        model.resize_token_embeddings(token_id + 1, mean_resizing=False)
+    per_layer = per_layer_embedding(model)
+    num_rows = model.get_input_embeddings().weight.shape[0]
+    grown = token_id >= num_rows
+    if grown or (per_layer is not None and token_id >= per_layer.num_embeddings):
+        model.resize_token_embeddings(max(token_id + 1, num_rows), mean_resizing=False)
     with torch.no_grad():
-        for embedding in (model.get_input_embeddings(), model.get_output_embeddings()):
-            embedding.weight[token_id] = embedding.weight[:num_used].mean(dim=0)
+        for embedding in (model.get_input_embeddings(), model.get_output_embeddings(), per_layer):
+            if embedding is not None:
+                embedding.weight[token_id] = embedding.weight[:num_used].mean(dim=0)
     # plain transformers must not emit the mask either
     model.generation_config.suppress_tokens = [token_id]
     return token_id, grown

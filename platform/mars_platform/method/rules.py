@@ -27,7 +27,18 @@ class RowSlots(NamedTuple):
     """bool, whether a slot belongs to the noisy stream, in which response tokens are masks."""
 
 
-def sees(query: RowSlots, key: RowSlots) -> Tensor:
+def oldest_visible(position: Tensor, window: int | None, chunk: int | None) -> Tensor | None:
+    """Return the oldest position that a layer lets each position see; None if it sees all.
+
+    A layer with a ``window`` sees as many last tokens, itself included; one with a ``chunk`` sees
+    those of its own chunk. Masks count by their position, as tokens do.
+    """
+    if window is not None:
+        return position - (window - 1)
+    return None if chunk is None else position - position % chunk
+
+
+def sees(query: RowSlots, key: RowSlots, oldest: Tensor | None = None) -> Tensor:
     """Return whether a query of a packed training row may see a key (section 3.2).
 
     With position ids p and blocks b, and only within one document::
@@ -37,6 +48,9 @@ def sees(query: RowSlots, key: RowSlots) -> Tensor:
         noisy query, clean key    b_key < b_query
         clean query, noisy key    never
 
+    A key before ``oldest``, the position of the oldest one that a query's layer lets it see, is
+    never seen; None for no such limit.
+
     Returns:
         bool, of the shape that query and key broadcast to; every slot sees itself.
     """
@@ -44,7 +58,8 @@ def sees(query: RowSlots, key: RowSlots) -> Tensor:
     causal = key.position <= query.position
     within_stream = same_stream & causal & (~query.noisy | (query.block == key.block))
     noisy_to_clean = query.noisy & ~key.noisy & (key.block < query.block)
-    return (query.document == key.document) & (within_stream | noisy_to_clean)
+    seen = (query.document == key.document) & (within_stream | noisy_to_clean)
+    return seen if oldest is None else seen & (key.position >= oldest)
 
 
 def visibility(document: Tensor, position: Tensor, block: Tensor, noisy: Tensor) -> Tensor:

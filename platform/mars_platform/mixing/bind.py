@@ -7,11 +7,12 @@ Source: ``transformers.AttentionInterface``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -67,6 +68,27 @@ def bound(mixing: Mixing) -> Iterator[None]:
         _MIXING.reset(before)
 
 
+def scale_by_position(model: nn.Module) -> None:
+    """Have a model scale its queries by their position ids, in place, if it does by their order.
+
+    Llama 4 scales queries of long texts by a factor that depends on their place in the row, which
+    is another one than their position where rows are packed or hold a part of a text.
+    """
+    for layer in model.modules():
+        attention: Any = getattr(layer, "self_attn", None)
+        if getattr(attention, "attn_temperature_tuning", False):
+            attention.attn_temperature_tuning = False
+            if not attention.use_rope:
+                layer.register_forward_pre_hook(_note_factors, with_kwargs=True)
+
+
+def _note_factors(layer: Any, _args: Any, kwargs: Mapping[str, Any]) -> None:
+    """Note the factor of each query of a layer's pass: float32 [rows, positions]."""
+    attention, counts = layer.self_attn, kwargs["position_ids"].float() + 1
+    steps = torch.log1p(torch.floor(counts / attention.floor_scale))
+    attention.query_factors = steps * attention.attn_scale + 1
+
+
 def read_call(
     module: nn.Module,
     query: Tensor,
@@ -92,6 +114,9 @@ def read_call(
     )
     if unknown:
         raise UnknownAttentionError(f"its attention has {', '.join(unknown)}")
+    factors: Tensor | None = getattr(module, "query_factors", None)  # type: ignore[assignment]
+    if factors is not None:
+        query = (query * factors[:, None, :, None]).to(query.dtype)
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
         raise UnknownAttentionError("its attention does not say in which layer it is")

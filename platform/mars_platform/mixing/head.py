@@ -24,6 +24,12 @@ def decoder_of(model: PreTrainedModel) -> Any:
     return base if base is not model else next(inner, base)
 
 
+def per_layer_embedding(model: PreTrainedModel) -> nn.Embedding | None:
+    """Return the embedding of tokens that gives each layer a further input; None for none."""
+    found: nn.Embedding | None = getattr(decoder_of(model), "embed_tokens_per_layer", None)
+    return found
+
+
 class Head:
     """The output layer, and what its family does to the logits; the model keeps the weights.
 

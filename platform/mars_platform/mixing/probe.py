@@ -21,7 +21,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 
 from mars_platform.errors import UserError, one_line
-from mars_platform.mixing.bind import AttentionCall, UnknownAttentionError, read_call
+from mars_platform.mixing.bind import (
+    AttentionCall,
+    UnknownAttentionError,
+    read_call,
+    scale_by_position,
+)
 from mars_platform.mixing.head import decoder_of
 from mars_platform.mixing.specs import AttentionSpec, Trait, beyond
 
@@ -72,9 +77,11 @@ class Probe:
         most = min(_NUM_TOKENS, getattr(config, "max_position_embeddings", None) or _NUM_TOKENS)
         tokens = [token for token in drawn.tolist() if token not in avoided][:most]
         ids = torch.tensor([tokens], device=model.device)
+        with _refusals(model.config.model_type, "by itself"):
+            model.set_attn_implementation("eager")
+            logits = model(input_ids=ids, use_cache=False).logits[0]
         specs = record(model, ids)
         model.set_attn_implementation("eager")
-        logits = model(input_ids=ids, use_cache=False).logits[0]
         return cls(model.config.model_type, specs, tokens, _comparable(logits))
 
     def require(self, supported: Collection[Trait], max_length: int) -> None:
@@ -141,6 +148,7 @@ def require(
 
 def _record(model: PreTrainedModel, ids: Tensor) -> tuple[AttentionSpec, ...]:
     model.set_attn_implementation(_NAME)
+    scale_by_position(model)
     recorder, decoder = _Recorder(), decoder_of(model)
     order = torch.randperm(ids.shape[1], generator=torch.Generator().manual_seed(1))
     order = order.to(ids.device)
@@ -199,7 +207,7 @@ class _Recorder:
 
     def mask(self, mask_function: Callable[..., Any], size: int | None, **how: Any) -> Tensor:
         """Make a mask for a model, and note what it lets queries see."""
-        reach = _reach(mask_function, size)
+        reach = reach_of(mask_function, size, how["device"])
         how = {**how, "allow_is_causal_skip": False}
         mask = sdpa_mask(mask_function=mask_function, local_size=size, **how)
         assert isinstance(mask, Tensor)
@@ -242,12 +250,18 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 _RECORDER: ContextVar[_Recorder] = ContextVar("marsray_recorder")
 
 
-def _reach(mask_function: Callable[..., Any], size: int | None) -> tuple[int | None, int | None]:
-    """Return the window and the chunk of a mask of transformers, by what it lets queries see."""
+def reach_of(
+    mask_function: Callable[..., Any], size: int | None, device: torch.device
+) -> tuple[int | None, int | None]:
+    """Return the window and the chunk of a mask of transformers, by what it lets queries see.
+
+    Raises:
+        ValueError: it lets them see something else.
+    """
     query = 2 * (size or 8)
-    key = torch.arange(query + 2)
-    zero = torch.tensor(0)
-    visible = key[mask_function(zero, zero, torch.tensor(query), key)].tolist()
+    key = torch.arange(query + 2, device="cpu" if device.type == "meta" else device)
+    zero = key[0]
+    visible = key[mask_function(zero, zero, zero + query, key)].tolist()
     ways = {query + 1: (None, None)} if size is None else {size: (size, None), 1: (None, size)}
     way = ways.get(len(visible))
     if way is None or visible != list(range(query + 1 - len(visible), query + 1)):

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
+from decoding.tiny_models import build_model
 from mars_platform.checkpoint.directory import (
     add_mask_token,
     load_model,
@@ -210,6 +211,29 @@ def test_an_embedding_without_a_spare_row_grows(loaded, tied, tmp_path):
     save_checkpoint(tmp_path / "grown", model, tokenizer, metadata)
     assert read_checkpoint(tmp_path / "grown").metadata == metadata
     assert torch.equal(logits_of(load_model(tmp_path / "grown")), logits_of(model))
+
+
+@pytest.mark.parametrize(("spare", "per_layer"), [(0, 0), (8, 8), (8, 0)])
+def test_the_mask_has_a_row_of_its_own_among_the_inputs_of_each_layer(
+    loaded, spare, per_layer, tmp_path
+):
+    _, tokenizer = loaded
+    rows = len(tokenizer)
+    model = build_model(
+        "gemma4_text",
+        vocab_size=rows + spare,
+        vocab_size_per_layer_input=rows + per_layer,
+        hidden_size_per_layer_input=8,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    table = model.model.embed_tokens_per_layer
+    mean = table.weight[:rows].detach().mean(0)
+    assert add_mask_token(model, tokenizer) == (rows, spare == 0)
+    torch.testing.assert_close(table.weight[rows].detach(), mean)
+    save_checkpoint(tmp_path, model, tokenizer, MarsMetadata(block_size=2, mask_token_id=rows))
+    ids = torch.tensor([[1, rows]])
+    with torch.no_grad():
+        assert torch.equal(load_model(tmp_path)(ids).logits, model(ids).logits)
 
 
 def test_a_model_with_a_mask_token_keeps_it(loaded):

@@ -70,10 +70,29 @@ def test_streams_apart_give_the_loss_and_gradients_of_one_pass(kind, on_policy):
     assert_same(result_of(apart, batch, on_policy=on_policy), expected)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "mistral"])
+SLIDING = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+SETTINGS = {
+    "qwen3": {},
+    "llama": {},
+    "mistral": {"sliding_window": 6},
+    "gemma2": {**SLIDING, "attn_logit_softcapping": 2.0},
+    "gpt_oss": {**SLIDING, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "gemma4_text": {  # the last layer reads the keys of the one before
+        "layer_types": ["full_attention", "full_attention"],
+        "num_kv_shared_layers": 1,
+        "global_head_dim": 16,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 50,  # the mask has no row
+    },
+}
+
+
+@pytest.mark.parametrize("family", SETTINGS)
 def test_families_and_recomputed_activations_change_nothing(family):
-    settings = {"sliding_window": None} if family == "mistral" else {}
-    model, batch = adapted_model(family, **settings).train(), masks_only(build_batch())
+    model = adapted_model(family, **SETTINGS[family]).train()
+    batch = masks_only(build_batch())
+    if "vocab_size_per_layer_input" in SETTINGS[family]:
+        batch = replace(batch, tokens=torch.where(batch.tokens == MASK, MASK, batch.tokens % 50))
     together = Objective(copy.deepcopy(model), masked=True)
     expected = result_of(together, batch)
     apart = AdapterObjective(model)

@@ -1,4 +1,5 @@
 import shutil
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -16,14 +17,15 @@ from transformers import AutoModelForCausalLM
 import mars_train.method.attention as attention_module
 import mars_train.method.objective as objective_module
 from mars_platform.errors import UserError
-from mars_platform.method.rules import visibility
+from mars_platform.method.rules import oldest_visible, visibility
 from mars_platform.mixing.probe import Probe
+from mars_platform.mixing.specs import AttentionSpec
 from mars_train.method.attention import (
     FLEX_MULTIPLE,
-    attention_mask,
     block_mask,
     choose_attention,
     compiled_flex_attention,
+    mask_between,
     slots_of,
 )
 from mars_train.method.layout import PADDING_DOCUMENT, collate, lay_out
@@ -58,8 +60,8 @@ def assert_same(ours, expected):
         )
 
 
-def blocks_of(batch):
-    return block_mask(slots_of(batch), slots_of(batch))
+def blocks_of(batch, oldest=None):
+    return block_mask(slots_of(batch), slots_of(batch), oldest)
 
 
 @pytest.fixture
@@ -227,11 +229,18 @@ def flex_batch(num=9, **settings):
     return batch
 
 
-@pytest.mark.parametrize("block_size", [None, 2, 16])
-def test_the_block_mask_equals_the_dense_mask(block_size):
+@pytest.mark.parametrize(
+    ("block_size", "window", "chunk"), [(None, None, None), (2, 5, None), (16, None, 10)]
+)
+def test_the_block_mask_equals_the_dense_mask(block_size, window, chunk):
     batch = flex_batch(block_size=block_size)
     dense = visibility(batch.documents, batch.position_ids, batch.blocks, batch.noisy)
-    blocks = blocks_of(batch)
+    query, key = batch.position_ids[:, :, None], batch.position_ids[:, None]
+    if window is not None:
+        dense &= query - key < window
+    if chunk is not None:
+        dense &= query // chunk == key // chunk
+    blocks = blocks_of(batch, oldest_visible(batch.position_ids, window, chunk))
     rows, slots = batch.tokens.shape
     by_element = create_mask(blocks.mask_mod, rows, 1, slots, slots, device="cpu")
     assert torch.equal(by_element.squeeze(1), dense)
@@ -302,8 +311,8 @@ def test_flex_attention_is_never_run_unfused_past_the_limit_of_recompilations():
             query = torch.randn(rows, 6, batch.tokens.shape[1], 16)
             key = value = query[:, :2]
             with torch.set_grad_enabled(grad):
-                output = attend(query, key, value, blocks_of(batch))
-            mask = attention_mask(batch, "sdpa")
+                output = attend(query, key, value, None, blocks_of(batch))
+            mask = mask_between(slots_of(batch), slots_of(batch), "sdpa")
             expected = scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, scale=0.25, enable_gqa=True
             )
@@ -312,25 +321,32 @@ def test_flex_attention_is_never_run_unfused_past_the_limit_of_recompilations():
 
 
 @pytest.mark.parametrize("wanted", ["auto", "flex"])
-def test_flex_attention_is_refused_for_small_heads_on_a_gpu(wanted, caplog):
-    cuda = torch.device("cuda")
-    assert choose_attention(wanted, build_model(head_dim=16).config, cuda) == "flex"
-    config = build_model(head_dim=8).config
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(8, 16), (64, 8), (512, 512)])
+def test_flex_attention_is_refused_for_heads_of_other_sizes_on_a_gpu(
+    wanted, key_dim, value_dim, caplog
+):
+    config, cuda = build_model().config, torch.device("cuda")
+    usual = AttentionSpec(layer=0, heads=6, kv_heads=2, key_dim=24, value_dim=16)
+    odd = replace(usual, layer=1, key_dim=key_dim, value_dim=value_dim)
+    size = {8, 512} & {key_dim, value_dim}
+    assert choose_attention(wanted, config, [usual], cuda) == "flex"
     if wanted == "auto":
-        assert choose_attention(wanted, config, cuda) == "sdpa"
-        assert "heads have 8 numbers" in caplog.text
+        assert choose_attention(wanted, config, [usual, odd], cuda) == "sdpa"
+        assert f"heads have {size.pop()} numbers" in caplog.text
         return
-    with pytest.raises(UserError, match=r"attention: .* heads have 8 numbers .* 16; use sdpa"):
-        choose_attention(wanted, config, cuda)
+    with pytest.raises(
+        UserError, match=rf"attention: .* heads have {size.pop()} numbers .* 16 to 256; use sdpa"
+    ):
+        choose_attention(wanted, config, [usual, odd], cuda)
 
 
 def test_flex_attention_is_refused_on_a_cpu_and_with_dropout():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert choose_attention("auto", build_model().config, cpu) == "sdpa"
+    assert choose_attention("auto", build_model().config, (), cpu) == "sdpa"
     with pytest.raises(UserError, match="attention: flex trains on CUDA only"):
-        choose_attention("flex", build_model().config, cpu)
+        choose_attention("flex", build_model().config, (), cpu)
     model = build_model(head_dim=16, attention_dropout=0.1)
-    assert choose_attention("auto", model.config, cuda) == "sdpa"
+    assert choose_attention("auto", model.config, (), cuda) == "sdpa"
     with pytest.raises(UserError, match=r"attention: .* attention_dropout"):
         Objective(model, masked=True, attention="flex")
     with pytest.raises(UserError, match=r"attention: .* attn_pdrop"):

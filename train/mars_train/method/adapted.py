@@ -16,14 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mars_platform.method.rules import RowSlots
-from mars_platform.mixing.head import decoder_of
 from mars_train.method.attention import (
     FLEX_MULTIPLE,
     Attention,
+    RowMasks,
     StoredStream,
-    mask_between,
     slots_of,
-    use_stored_streams,
 )
 from mars_train.method.layout import PADDING_DOCUMENT, Batch
 from mars_train.method.objective import MaskLoss, Objective
@@ -44,7 +42,6 @@ class AdapterObjective(Objective):
         attention: Attention = "sdpa",
     ) -> None:
         super().__init__(model, masked=True, mask_loss=mask_loss, attention=attention)
-        use_stored_streams(model)
         self._multiple_of = FLEX_MULTIPLE if attention == "flex" else 1
         self._clean: _CleanStream | None = None
 
@@ -67,7 +64,7 @@ class AdapterObjective(Objective):
     @torch.no_grad()
     def _clean_pass(self, batch: Batch) -> _CleanStream:
         stream = _select(batch, ~batch.noisy, self._multiple_of)
-        stored = StoredStream(self.attention)
+        stored = StoredStream()
         hidden = self._pass(batch.tokens, stream, stream.slots, stored)
         stored.is_complete = True
         return _CleanStream(stream, hidden, stored)
@@ -76,15 +73,8 @@ class AdapterObjective(Objective):
         self, tokens: Tensor, stream: _Stream, keys: RowSlots, stored: StoredStream
     ) -> Tensor:
         """Return the last hidden states [rows, length, width] of one stream."""
-        output = decoder_of(self.model)(
-            input_ids=tokens.gather(1, stream.indices),
-            position_ids=stream.slots.position,
-            attention_mask=mask_between(stream.slots, keys, self.attention),
-            use_cache=False,
-            stored=stored,
-        )
-        hidden: Tensor = output.last_hidden_state
-        return hidden
+        masks = RowMasks(stream.slots, keys, self.attention, stored)
+        return self._decode(tokens.gather(1, stream.indices), masks)
 
     def _cross_entropies(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         clean, masked = self._clean_losses(hidden, batch), batch.depths > 0

@@ -24,8 +24,10 @@ from mars_platform.mixing.head import Head, decoder_of
 from mars_train.method.attention import (
     FLEX_MULTIPLE,
     Attention,
-    attention_mask,
+    RowMasks,
+    slots_of,
     use_attention,
+    within,
 )
 from mars_train.method.layout import Batch, collate, lay_out
 
@@ -211,14 +213,22 @@ class Objective(nn.Module):
 
     def _hidden_states(self, batch: Batch, tokens: Tensor | None = None) -> Tensor:
         """Return the last hidden states [rows * slots, width] of the batch, or of other tokens."""
-        output = decoder_of(self.model)(
-            input_ids=batch.tokens if tokens is None else tokens,
-            position_ids=batch.position_ids,
-            attention_mask=attention_mask(batch, self.attention),
-            use_cache=False,
-        )
+        slots = slots_of(batch)
+        tokens = batch.tokens if tokens is None else tokens
+        return self._decode(tokens, RowMasks(slots, slots, self.attention)).flatten(0, 1)
+
+    def _decode(self, tokens: Tensor, masks: RowMasks) -> Tensor:
+        """Return the last hidden states [rows, queries, width] of tokens [rows, queries]."""
+        with within(masks):
+            output = decoder_of(self.model)(
+                input_ids=tokens,
+                position_ids=masks.queries.position,
+                # Without it, some families would take rows for packed texts of their own kind.
+                attention_mask=torch.ones_like(tokens),
+                use_cache=False,
+            )
         hidden: Tensor = output.last_hidden_state
-        return hidden.flatten(0, 1)
+        return hidden
 
     def _cross_entropy(self, hidden: Tensor, labels: Tensor) -> Tensor:
         return self._in_chunks(self._chunk_losses, hidden, labels)

@@ -38,7 +38,7 @@ def add_adapter(
     if not is_new:  # the model was trained with masks, so its own row is the best start
         embedding = model.get_input_embeddings()
         with torch.no_grad():
-            embedding.mask_row.copy_(embedding.base_layer.weight[mask_token_id])
+            embedding.mask_row.copy_(embedding.base_layer(torch.tensor(mask_token_id)))
     metadata = AdapterMetadata(
         block_size=block_size, mask_token_id=mask_token_id, provenance=provenance, base=identity
     )

@@ -69,11 +69,14 @@ class StageTrainer:
         data = TokenStore(Path(job.data))
         self.total_steps = num_steps(job.stage, len(data))
         self.model, self.checkpoint = self._load_start()
-        attention = choose_attention(recipe.attention, self.model.config, workers.device)
+        probe = self._probe()
+        attention = choose_attention(
+            recipe.attention, self.model.config, probe.specs, workers.device
+        )
         responses = None if job.responses is None else TokenStore(Path(job.responses))
         self.batches = self._make_batches(data, responses, attention)
         self.objective = workers.wrap(
-            self._checked_objective(attention), self.model._no_split_modules or []
+            self._checked_objective(probe, attention), self.model._no_split_modules or []
         )
         self.state = self._initial_state()
         stores = [data] if responses is None else [data, responses]
@@ -143,12 +146,16 @@ class StageTrainer:
             _checkpoint_activations(model)
         return model, checkpoint
 
-    def _checked_objective(self, attention: Attention) -> Objective:
+    def _probe(self) -> Probe:
+        """Look what the model's layers ask for, on the device where it will be trained."""
+        self.model.to(self.workers.device)
+        probe = Probe.of(self.model, avoided={self._mask_token_id})
+        probe.require(TRAINED, self.checkpoint.max_length)
+        return probe
+
+    def _checked_objective(self, probe: Probe, attention: Attention) -> Objective:
         """Make the objective of a model that gives the logits of its own forward pass in a row."""
         mask_id = self._mask_token_id
-        self.model.to(self.workers.device)
-        probe = Probe.of(self.model, avoided={mask_id})
-        probe.require(TRAINED, self.checkpoint.max_length)
         plain = self._make_objective(attention, is_compiled=False)
         logits = partial(plain.clean_logits, probe.tokens, self.job.block_size, mask_id)
         with self.workers.autocast():
@@ -328,9 +335,7 @@ class StageTrainer:
         if not keep:
             return None
         config = type(self.model.config).from_dict(self.model.config.to_dict())
-        copy = AutoModelForCausalLM.from_config(
-            config, trust_remote_code=False, attn_implementation="sdpa"
-        )
+        copy = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         if adapter := self.checkpoint.adapter:
             attach_adapter(copy, adapter.settings, adapter.metadata.mask_token_id)
         copy.load_state_dict(weights, strict=False)  # tied weights have one name only

@@ -12,14 +12,15 @@ tied to the embedding. The model's forward needs no change. Imports no Ray or HT
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from mars_platform.checkpoint.adapter.settings import AdapterSettings
 from mars_platform.errors import UserError
-from mars_platform.mixing.head import decoder_of
+from mars_platform.mixing.head import decoder_of, per_layer_embedding
 
 if TYPE_CHECKING:  # importing it takes seconds, and a server's ingress loads no model
     from transformers import PreTrainedModel
@@ -100,11 +101,21 @@ def attach_adapter(model: PreTrainedModel, settings: AdapterSettings, mask_token
     model.requires_grad_(False)
     gate = MaskGate()
     embedding = model.get_input_embeddings()
-    start = embedding.weight[:mask_token_id].mean(dim=0, keepdim=True)
+    scale: Any = getattr(embedding, "embed_scale", 1.0)
+    start = embedding.weight[:mask_token_id].mean(dim=0, keepdim=True) * scale
     model.set_input_embeddings(GatedEmbedding(embedding, gate, mask_token_id, start))
+    if (per_layer := per_layer_embedding(model)) is not None:
+        # The mask may have no row there, and an adapter keeps none: it takes the row of the first
+        # token, as transformers has it for tokens without a row.
+        per_layer.register_forward_pre_hook(partial(_without, mask_token_id))
     for parent, name, linear in list(_linears(model)):
         if name in targets:
             setattr(parent, name, GatedLinear(linear, gate, settings.rank, settings.scale))
+
+
+def _without(mask_token_id: int, _module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    """Return the arguments of an embedding, token ids, with the first token in place of masks."""
+    return (args[0].masked_fill(args[0] == mask_token_id, 0),)
 
 
 def resolve_targets(model: PreTrainedModel, settings: AdapterSettings) -> list[str]:

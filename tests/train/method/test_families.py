@@ -1,0 +1,185 @@
+"""Families whose layers attend each in a way of their own, in packed rows of both streams."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import mars_train.method.attention as attention_module
+from decoding.tiny_models import build_model
+from mars_platform.method.rules import oldest_visible, visibility
+from mars_platform.mixing.bind import AttentionCall, read_call
+from mars_platform.mixing.probe import Probe
+from mars_train.method.attention import FLEX_MULTIPLE, TRAINED
+from mars_train.method.layout import PADDING_DOCUMENT, Batch, Layout, collate, lay_out
+from mars_train.method.objective import Objective
+from packed import MASK, PAD
+
+WINDOW = 6  # more than a block, and less than a document
+LENGTHS = (21, 9, 17)
+SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": WINDOW},
+    "gemma2": {**SLIDING, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "gemma3_text": SLIDING,
+    "gemma4_text": {
+        **SLIDING,
+        "layer_types": [*SLIDING["layer_types"], *SLIDING["layer_types"]],
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 64,
+    },
+    "gpt_oss": {**SLIDING, **EXPERTS},
+    "cohere2": {**SLIDING, "logit_scale": 0.3},
+    "olmo3": SLIDING,
+    "llama4_text": {
+        **EXPERTS,
+        "attention_chunk_size": WINDOW,
+        "layer_types": ["chunked_attention", "full_attention"],
+        "no_rope_layers": [1, 0],
+        "floor_scale": 4,
+        "attn_scale": 1.0,
+        "intermediate_size_mlp": 64,
+    },
+    "mimo_v2_flash": {**SLIDING, **EXPERTS, "v_head_dim": 4},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors are too small to be worth sharing."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def build(family: str) -> PreTrainedModel:
+    model = build_model(family, pad_token_id=PAD, **FAMILIES[family])
+    for name, parameter in model.named_parameters():
+        if "sinks" in name:
+            torch.nn.init.normal_(parameter)
+    return model
+
+
+def layouts() -> list[Layout]:
+    """Lay documents out in which every token but the first is a label, behind each of its slots."""
+    rng = np.random.default_rng(0)
+    return [
+        lay_out(rng.integers(1, MASK, length), np.arange(length) > 0, 4, MASK, block_offset=offset)
+        for offset, length in enumerate(LENGTHS)
+    ]
+
+
+def packed(multiple_of: int = 1) -> Batch:
+    return collate([layouts()], PAD, multiple_of)
+
+
+@torch.no_grad()
+def plain_logits(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """Return the logits of each slot behind the tokens that it sees, by transformers' own forward.
+
+    Returns:
+        [rows * slots, vocabulary]; zeros for padding.
+    """
+    seen = visibility(batch.documents, batch.position_ids, batch.blocks, batch.noisy)
+    rows, slots = batch.tokens.shape
+    table = torch.zeros(rows, slots, model.config.vocab_size)
+    left = batch.documents != PADDING_DOCUMENT
+    while left.any():
+        row, slot = divmod(int((seen.sum(-1) * left).argmax()), slots)
+        path = seen[row, slot].nonzero().squeeze(1)
+        path = path[batch.position_ids[row, path].argsort()]
+        assert batch.position_ids[row, path].tolist() == list(range(len(path)))
+        logits = model(batch.tokens[row, path][None], use_cache=False).logits[0]
+        # an earlier slot of the path sees the path up to itself
+        assert torch.equal(seen[row, path][:, path], torch.ones(len(path), len(path)).tril() > 0)
+        table[row, path] = logits
+        left[row, path] = False
+    return table.flatten(0, 1)
+
+
+def losses(objective: Objective, batch: Batch) -> Tensor:
+    with torch.no_grad():
+        return torch.stack(objective.label_losses(batch))
+
+
+def expected_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
+    table = plain_logits(model, batch)
+    sources = torch.stack([batch.clean_sources, batch.noisy_sources])
+    used = (batch.documents != PADDING_DOCUMENT).flatten().nonzero().squeeze(1)
+    assert torch.equal(sources.unique(), used)  # so that each slot is judged
+    return torch.stack(
+        [F.cross_entropy(table[each], batch.labels, reduction="none") for each in sources]
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_slot_attends_as_in_a_pass_over_its_path(family: str) -> None:
+    model, batch = build(family), packed()
+    expected = expected_losses(model, batch)
+    Probe.of(copy.deepcopy(model), avoided={MASK}).require(TRAINED, 256)
+    objective = Objective(model, masked=True)
+    torch.testing.assert_close(losses(objective, batch), expected, rtol=1e-4, atol=1e-4)
+    alone = collate([[layout] for layout in layouts()], PAD)
+    torch.testing.assert_close(losses(objective, alone), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma4_text", "llama4_text", "mimo_v2_flash"])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_gives_the_same_losses(family: str) -> None:
+    model, batch = build(family), packed(FLEX_MULTIPLE)
+    expected = losses(Objective(model, masked=True), batch)
+    ours = losses(Objective(model, masked=True, attention="flex"), batch)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+def wider(position: Tensor, window: int | None, chunk: int | None) -> Tensor | None:
+    return oldest_visible(position, window and window + 1, chunk and chunk + 1)
+
+
+def without(*fields: str) -> Callable[..., AttentionCall]:
+    def read(*given: Any, **others: Any) -> AttentionCall:
+        return read_call(*given, **others)._replace(**dict.fromkeys(fields))
+
+    return read
+
+
+MUTANTS = {
+    "window off by one": ("gemma3_text", "oldest_visible", wider),
+    "chunk off by one": ("llama4_text", "oldest_visible", wider),
+    "no sinks": ("gpt_oss", "read_call", without("sinks")),
+    "no cap": ("gemma2", "read_call", without("softcap")),
+    "scaled by order": ("llama4_text", "scale_by_position", lambda model: None),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_losses_show_what_a_layer_leaves_out(
+    mutant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, name, changed = MUTANTS[mutant]
+    model, batch = build(family), packed()
+    expected = expected_losses(model, batch)
+    monkeypatch.setattr(attention_module, name, changed)
+    difference = (losses(Objective(model, masked=True), batch) - expected).abs().max()
+    assert difference > 1e-2
