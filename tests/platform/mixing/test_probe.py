@@ -65,7 +65,9 @@ LAYERS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             **EXPERTS,
             "attention_chunk_size": 8,
             "layer_types": ["chunked_attention", "full_attention"],
-            "attn_temperature_tuning": False,
+            "no_rope_layers": [1, 0],
+            "floor_scale": 4,
+            "attn_scale": 1.0,
             "intermediate_size_mlp": 64,
         },
         [{**PLAIN, "chunk": 8}, PLAIN],
@@ -141,7 +143,6 @@ def test_a_model_without_numbers_is_recorded_as_well() -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
-        ("llama4_text", {**LAYERS["llama4_text"][0], "attn_temperature_tuning": True}, "besides"),
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, "something besides attention mixes"),
         ("jamba", {"attn_layer_offset": 1, "attn_layer_period": 2, **EXPERTS}, "besides attention"),
         ("mamba", {}, "no layer calls transformers' attention interface"),
@@ -151,8 +152,6 @@ def test_a_model_without_numbers_is_recorded_as_well() -> None:
     ],
 )
 def test_other_mixers_are_refused_by_name(family: str, changes: Any, words: str) -> None:
-    if family == "llama4_text":
-        changes = {**changes, "floor_scale": 1, "attn_scale": 1.0, "no_rope_layers": [1, 0]}
     with pytest.raises(UserError, match=f"^model: it is of the family '{family}', and .*{words}"):
         Probe.of(build(family, **changes))
 

@@ -58,9 +58,9 @@ def straight(tmp_path_factory, start, data):
 
 
 def test_a_model_that_packed_rows_change_is_refused_by_name(job_of, tmp_path):
-    windows = write_start(tmp_path / "windows", family="mistral", sliding_window=8)
-    error = run_stage(job_of(start=windows)).error
-    assert error.startswith("model: it is of the family 'mistral', and it has a sliding window in ")
+    hybrid = write_start(tmp_path / "hybrid", family="lfm2", layer_types=["conv", "full_attention"])
+    error = run_stage(job_of(start=hybrid)).error
+    assert error.startswith("model: it is of the family 'lfm2', and something besides attention ")
 
 
 def assert_equal(ours, expected):
@@ -345,9 +345,26 @@ def test_a_run_whose_steps_were_all_skipped_resumes(job_of, tmp_path, data):
 # --- models and precisions ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
+SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+FAMILIES = {
+    "qwen2": {},
+    "qwen3": {"tie_word_embeddings": True},
+    "llama": {},
+    "mistral": {},
+    "gpt_oss": {**SLIDING, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "gemma4_text": {
+        **SLIDING,
+        "global_head_dim": 16,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 320,
+    },
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_plain_transformers_load_the_trained_model(job_of, tmp_path, family):
-    start = write_start(tmp_path / "start", family=family, tie_word_embeddings=family == "qwen3")
+    settings = {"tie_word_embeddings": False, **FAMILIES[family]}
+    start = write_start(tmp_path / "start", family=family, **settings)
     job = job_of(start=start, stage={"max_steps": 1})
     outcome = run_stage(job)
     path = Storage(job.storage).fetch(MODEL)
