@@ -320,6 +320,23 @@ def test_flex_attention_is_never_run_unfused_past_the_limit_of_recompilations():
     assert 8 < len(graphs) < 12  # behind torch's own limit, yet not one for each shape
 
 
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore")  # torch's own warnings
+def test_compiled_flex_attention_takes_caps_sinks_and_windows():
+    batch = long_batch(FLEX_MULTIPLE)
+    oldest = oldest_visible(batch.position_ids, 7, None)
+    query, sinks = torch.randn(1, 6, FLEX_MULTIPLE, 16), torch.randn(6)
+    key = value = query[:, :2]
+    attend = compiled_flex_attention(0.25, 2.0, backend="eager")
+    output = attend(query, key, value, sinks, blocks_of(batch, oldest))
+    scores = torch.tanh(query @ key.repeat_interleave(3, 1).mT * 0.25 / 2.0) * 2.0
+    mask = mask_between(slots_of(batch), slots_of(batch), "sdpa", oldest)
+    terms = scores.exp() * mask
+    weights = terms / (terms.sum(-1, keepdim=True) + sinks.exp()[:, None, None])
+    expected = weights @ value.repeat_interleave(3, 1)
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("wanted", ["auto", "flex"])
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(8, 16), (64, 8), (512, 512)])
 def test_flex_attention_is_refused_for_heads_of_other_sizes_on_a_gpu(
