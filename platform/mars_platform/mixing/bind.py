@@ -114,7 +114,7 @@ def read_call(
     )
     if unknown:
         raise UnknownAttentionError(f"its attention has {', '.join(unknown)}")
-    factors: Tensor | None = getattr(module, "query_factors", None)  # type: ignore[assignment]
+    factors: Tensor | None = getattr(module, "query_factors", None)
     if factors is not None:
         query = (query * factors[:, None, :, None]).to(query.dtype)
     layer = getattr(module, "layer_idx", None)

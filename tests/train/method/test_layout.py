@@ -273,7 +273,7 @@ def noisy_logits(model, layout):
 
 
 @pytest.mark.parametrize(("block_size", "offset"), [(4, 0), (4, 3), (8, 0), (8, 5)])
-def test_noisy_logits_and_depths_equal_those_of_decoding(model, plain_model, block_size, offset):
+def test_noisy_logits_and_depths_equal_those_of_decoding(model, block_size, offset):
     item = sequence(9, 20, block_size, offset)
     layout = item.layout()
     sources = layout.position_ids[layout.noisy_sources].tolist()
@@ -285,8 +285,7 @@ def test_noisy_logits_and_depths_equal_those_of_decoding(model, plain_model, blo
             known = min(max(start, 9), position + 1)  # the prompt has 9 tokens
             num_masks = position + 1 - known
             context = [*item.ids[:known].tolist(), *[MASK] * num_masks]
-            ids = torch.tensor([context])
-            expected = plain_model(input_ids=ids, use_cache=False).logits[0, -1]
+            expected = model(input_ids=torch.tensor([context]), use_cache=False).logits[0, -1]
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
             assert depth_at[position] == num_masks
     assert {9, 16, 24} < set(ours)

@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from mars_platform.errors import UserError
 from mars_platform.method.rules import RowSlots, oldest_visible, sees
@@ -261,10 +262,19 @@ def within(masks: RowMasks) -> Iterator[None]:
 def _mask(
     *, mask_function: Callable[..., Any], local_size: int | None = None, **how: Any
 ) -> LayerMask:
-    """Make the mask that a model asks for; transformers calls this before the first layer."""
-    plain = None, None
-    reach = plain if local_size is None else reach_of(mask_function, local_size, how["device"])
-    return _MASKS.get().of(*reach)
+    """Make the mask that a model asks for; transformers calls this before the first layer.
+
+    Outside of a pass over packed rows it is that of a plain forward pass.
+    """
+    masks = _MASKS.get(None)
+    if masks is None:
+        how = {**how, "allow_is_causal_skip": False}
+        visible = sdpa_mask(mask_function=mask_function, local_size=local_size, **how)
+        assert isinstance(visible, Tensor)
+        return LayerMask(visible)
+    if local_size is None:
+        return masks.of(None, None)
+    return masks.of(*reach_of(mask_function, local_size, how["device"]))
 
 
 def _attend(
