@@ -7,7 +7,7 @@ Source: ``transformers.AttentionInterface``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
+
+from mars_platform.mixing.specs import Temperature
 
 ATTENTION_NAME = "marsray"
 """Name under which transformers' models find the function that attends by what is bound."""
@@ -46,6 +48,17 @@ class AttentionCall(NamedTuple):
     softcap: float | None
     sinks: Tensor | None
     """[heads], a further score of each head, which has no value; None for none."""
+    temperature: Temperature | None = None
+    """How the queries are scaled, by their places in the call."""
+
+    def query_at(self, positions: Tensor) -> Tensor:
+        """Return the queries as scaled by their positions, int64 [rows, positions]."""
+        if self.temperature is None:
+            return self.query
+        scale = self.temperature.scale
+        places = torch.arange(positions.shape[1], device=positions.device)
+        ratio: Tensor = scale(positions) / scale(places)
+        return (self.query * ratio[:, None, :, None]).to(self.query.dtype)
 
 
 class Mixing(Protocol):
@@ -66,27 +79,6 @@ def bound(mixing: Mixing) -> Iterator[None]:
         yield
     finally:
         _MIXING.reset(before)
-
-
-def scale_by_position(model: nn.Module) -> None:
-    """Have a model scale its queries by their position ids, in place, if it does by their order.
-
-    Llama 4 scales queries of long texts by a factor that depends on their place in the row, which
-    is another one than their position where rows are packed or hold a part of a text.
-    """
-    for layer in model.modules():
-        attention: Any = getattr(layer, "self_attn", None)
-        if getattr(attention, "attn_temperature_tuning", False):
-            attention.attn_temperature_tuning = False
-            if not attention.use_rope:
-                layer.register_forward_pre_hook(_note_factors, with_kwargs=True)
-
-
-def _note_factors(layer: Any, _args: Any, kwargs: Mapping[str, Any]) -> None:
-    """Note the factor of each query of a layer's pass: float32 [rows, positions]."""
-    attention, counts = layer.self_attn, kwargs["position_ids"].float() + 1
-    steps = torch.log1p(torch.floor(counts / attention.floor_scale))
-    attention.query_factors = steps * attention.attn_scale + 1
 
 
 def read_call(
@@ -114,14 +106,19 @@ def read_call(
     )
     if unknown:
         raise UnknownAttentionError(f"its attention has {', '.join(unknown)}")
-    factors: Tensor | None = getattr(module, "query_factors", None)
-    if factors is not None:
-        query = (query * factors[:, None, :, None]).to(query.dtype)
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
         raise UnknownAttentionError("its attention does not say in which layer it is")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return AttentionCall(layer, query, key, value, scaling, sliding_window, softcap, s_aux)
+    return AttentionCall(
+        layer, query, key, value, scaling, sliding_window, softcap, s_aux, _temperature(module)
+    )
+
+
+def _temperature(module: Any) -> Temperature | None:
+    if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
+        return None
+    return Temperature(float(module.floor_scale), float(module.attn_scale))
 
 
 def _attend(

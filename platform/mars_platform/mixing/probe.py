@@ -21,12 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 
 from mars_platform.errors import UserError, one_line
-from mars_platform.mixing.bind import (
-    AttentionCall,
-    UnknownAttentionError,
-    read_call,
-    scale_by_position,
-)
+from mars_platform.mixing.bind import AttentionCall, UnknownAttentionError, read_call
 from mars_platform.mixing.head import decoder_of
 from mars_platform.mixing.specs import AttentionSpec, Trait, beyond
 
@@ -77,11 +72,9 @@ class Probe:
         most = min(_NUM_TOKENS, getattr(config, "max_position_embeddings", None) or _NUM_TOKENS)
         tokens = [token for token in drawn.tolist() if token not in avoided][:most]
         ids = torch.tensor([tokens], device=model.device)
-        with _refusals(model.config.model_type, "by itself"):
-            model.set_attn_implementation("eager")
-            logits = model(input_ids=ids, use_cache=False).logits[0]
         specs = record(model, ids)
         model.set_attn_implementation("eager")
+        logits = model(input_ids=ids, use_cache=False).logits[0]
         return cls(model.config.model_type, specs, tokens, _comparable(logits))
 
     def require(self, supported: Collection[Trait], max_length: int) -> None:
@@ -148,14 +141,13 @@ def require(
 
 def _record(model: PreTrainedModel, ids: Tensor) -> tuple[AttentionSpec, ...]:
     model.set_attn_implementation(_NAME)
-    scale_by_position(model)
     recorder, decoder = _Recorder(), decoder_of(model)
     order = torch.randperm(ids.shape[1], generator=torch.Generator().manual_seed(1))
     order = order.to(ids.device)
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
 
     def outputs(order: Tensor) -> Tensor:
-        with recorder.active():
+        with recorder.active(positions[:, order]):
             output = decoder(
                 input_ids=ids[:, order],
                 position_ids=positions[:, order],
@@ -188,8 +180,9 @@ class _Recorder:
         """The masks of the model, each with its window and its chunk."""
 
     @contextmanager
-    def active(self) -> Iterator[None]:
-        """Have the calls of models in this thread recorded."""
+    def active(self, positions: Tensor) -> Iterator[None]:
+        """Have the calls of models in this thread, over tokens at ``positions``, recorded."""
+        self._positions = positions
         before = _RECORDER.set(self)
         try:
             yield
@@ -201,7 +194,7 @@ class _Recorder:
         self._calls.append((call, mask))
         groups = call.query.shape[1] // call.key.shape[1]
         key, value = (each.repeat_interleave(groups, dim=1) for each in (call.key, call.value))
-        scores = (call.query * key).sum(-1, keepdim=True) * call.scaling
+        scores = (call.query_at(self._positions) * key).sum(-1, keepdim=True) * call.scaling
         gate = torch.sigmoid(scores + value.sum(-1, keepdim=True))
         return (value * gate).transpose(1, 2).contiguous()
 
@@ -236,6 +229,7 @@ class _Recorder:
             chunk=chunk,
             softcap=call.softcap,
             has_sinks=call.sinks is not None,
+            temperature=call.temperature,
             value_in_key=call.value._base is not None and call.value._base is call.key,
             shares=earlier[0] if earlier[0] != call.layer else None,
         )

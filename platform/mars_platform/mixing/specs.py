@@ -7,10 +7,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any, NamedTuple
 
-_SIZES = ("heads", "kv_heads", "key_dim", "value_dim")
+
+class Temperature(NamedTuple):
+    """Scaling of queries with the logarithm of their positions, which begins at 1."""
+
+    floor: float
+    """Tokens from one factor to the next."""
+    factor: float
+
+    def scale(self, positions: Any) -> Any:
+        """Return the factors at a tensor of positions."""
+        return ((positions + 1) / self.floor).floor().log1p() * self.factor + 1.0
 
 
 class Trait(StrEnum):
@@ -20,6 +31,7 @@ class Trait(StrEnum):
     CHUNK = "attention within chunks"
     SOFTCAP = "capped scores"
     SINKS = "attention sinks"
+    TEMPERATURE = "queries scaled by their positions"
     VALUE_DIM = "keys and values of different sizes"
     LATENT = "values that are part of the keys"
     UNEQUAL = "other sizes than the first layer"
@@ -49,16 +61,33 @@ class AttentionSpec:
     """Whether each head has a further score, which has no value."""
     value_in_key: bool = False
     """Whether the value is the beginning of the key, as with latent attention."""
+    temperature: Temperature | None = None
     shares: int | None = None
     """Layer whose keys and values this one reads; None if it has its own."""
 
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Query heads, key/value heads, and the sizes of keys and values."""
+        return self.heads, self.kv_heads, self.key_dim, self.value_dim
+
+    def within(self, max_length: int) -> AttentionSpec:
+        """Return what the layer asks for in texts of up to ``max_length`` tokens."""
+        window, chunk = (
+            size if size is not None and size < max_length else None
+            for size in (self.window, self.chunk)
+        )
+        return replace(self, window=window, chunk=chunk)
+
     def traits(self, max_length: int) -> set[Trait]:
         """Return the traits that show in texts of up to ``max_length`` tokens."""
+        spec = self.within(max_length)
         shown = {
-            Trait.WINDOW: self.window is not None and self.window < max_length,
-            Trait.CHUNK: self.chunk is not None and self.chunk < max_length,
+            Trait.WINDOW: spec.window is not None,
+            Trait.CHUNK: spec.chunk is not None,
             Trait.SOFTCAP: self.softcap is not None,
             Trait.SINKS: self.has_sinks,
+            Trait.TEMPERATURE: self.temperature is not None
+            and self.temperature.floor <= max_length,
             Trait.VALUE_DIM: self.key_dim != self.value_dim,
             Trait.LATENT: self.value_in_key,
         }
@@ -76,7 +105,7 @@ def beyond(
     calls = Counter(spec.layer for spec in specs)
     for spec in specs:
         own = spec.traits(max_length)
-        if any(getattr(spec, size) != getattr(specs[0], size) for size in _SIZES):
+        if spec.sizes != specs[0].sizes:
             own.add(Trait.UNEQUAL)
         if calls[spec.layer] > 1:
             own.add(Trait.REPEATED)

@@ -169,7 +169,7 @@ MUTANTS = {
     "chunk off by one": ("llama4_text", "oldest_visible", wider),
     "no sinks": ("gpt_oss", "read_call", without("sinks")),
     "no cap": ("gemma2", "read_call", without("softcap")),
-    "scaled by order": ("llama4_text", "scale_by_position", lambda model: None),
+    "scaled by place": ("llama4_text", "read_call", without("temperature")),
 }
 
 

@@ -29,14 +29,15 @@ from transformers.masking_utils import sdpa_mask
 
 from mars_platform.errors import UserError
 from mars_platform.method.rules import RowSlots, oldest_visible, sees
-from mars_platform.mixing.bind import AttentionCall, read_call, scale_by_position
+from mars_platform.mixing.bind import AttentionCall, read_call
 from mars_platform.mixing.probe import reach_of
 from mars_platform.mixing.specs import AttentionSpec, Trait
 from mars_train.method.layout import Batch
 
 Attention = Literal["sdpa", "flex"]
 TRAINED = frozenset(
-    {Trait.WINDOW, Trait.CHUNK, Trait.SOFTCAP, Trait.SINKS, Trait.VALUE_DIM, Trait.UNEQUAL}
+    {Trait.WINDOW, Trait.CHUNK, Trait.SOFTCAP, Trait.SINKS, Trait.TEMPERATURE}
+    | {Trait.VALUE_DIM, Trait.UNEQUAL}
 )
 """Traits of a model's attention that both kinds train."""
 FLEX_MULTIPLE = 128
@@ -94,7 +95,6 @@ def use_attention(model: PreTrainedModel, attention: Attention) -> None:
     reason = why_not_flex(model.config, ())
     if attention == "flex" and reason is not None:
         raise UserError(f"attention: flex cannot be used, as {reason}; use sdpa")
-    scale_by_position(model)
     model.set_attn_implementation(_NAME)
 
 
@@ -218,6 +218,8 @@ class LayerMask:
     """What a model hands its layers as their attention mask."""
 
     visible: Tensor | BlockMask
+    positions: Tensor | None = None
+    """int64 [rows, queries]; None if they are the places in the rows."""
     stored: StoredStream | None = None
 
     def __getitem__(self, _: Any) -> Self:
@@ -242,7 +244,7 @@ class RowMasks:
         if reach not in self._made:
             oldest = oldest_visible(self.queries.position, window, chunk)
             visible = mask_between(self.queries, self.keys, self.attention, oldest)
-            self._made[reach] = LayerMask(visible, self.stored)
+            self._made[reach] = LayerMask(visible, self.queries.position, self.stored)
         return self._made[reach]
 
 
@@ -291,10 +293,13 @@ def _attend(
 
     On a CPU, flex attention is slow and has no backward.
     """
-    call, visible = read_call(module, query, key, value, **others), attention_mask.visible
-    if attention_mask.stored is not None:
-        call = attention_mask.stored.join(call)
-    _, query, key, value, scaling, _, softcap, sinks = call
+    call, mask = read_call(module, query, key, value, **others), attention_mask
+    if mask.positions is not None:
+        call = call._replace(query=call.query_at(mask.positions))
+    if mask.stored is not None:
+        call = mask.stored.join(call)
+    query, key, value = call.query, call.key, call.value
+    scaling, softcap, sinks, visible = call.scaling, call.softcap, call.sinks, mask.visible
     if isinstance(visible, Tensor):
         if softcap is None and sinks is None:
             attended: tuple[Tensor, None] = sdpa_attention_forward(
