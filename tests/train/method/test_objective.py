@@ -367,7 +367,7 @@ def test_flex_attention_is_refused_on_a_cpu_and_with_dropout():
     with pytest.raises(UserError, match=r"attention: .* attention_dropout"):
         Objective(model, masked=True, attention="flex")
     with pytest.raises(UserError, match=r"attention: .* attn_pdrop"):
-        choose_attention("flex", build_model("gpt2").config, cuda)
+        choose_attention("flex", build_model("gpt2").config, (), cuda)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
