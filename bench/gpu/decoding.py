@@ -75,7 +75,7 @@ class Bench:
         large = torch.ones(2**22 if setup.is_tiny else 2**28, device=model.device)
         self.read_bytes_per_s = large.nbytes / setup.seconds_of(large.sum, 4)
         self.weight_bytes = weight_bytes(model)
-        self.token_bytes = self.engine.shape.elements_per_token * model.dtype.itemsize
+        self.token_bytes = self.engine.token_elements * model.dtype.itemsize
         self._names = count()
         self.start = {
             "attention": type(self.engine.attention).__name__,

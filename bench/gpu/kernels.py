@@ -13,7 +13,7 @@ from torch import Tensor
 from mars_platform.method.mode import Confidence, Mode
 from mars_serve.engine import kernels
 from mars_serve.engine.attention.gathered import GatheredAttention
-from mars_serve.engine.attention.interface import KeyValueShape
+from mars_serve.engine.attention.interface import LayerGroup
 from mars_serve.engine.attention.paged import PagedAttention
 from mars_serve.engine.batch import build_batch
 from mars_serve.engine.decoding_options import DecodingOptions
@@ -100,18 +100,13 @@ def _attention_difference(case: AttentionCase, device: torch.device, dtype: torc
     heads, kv_heads = case.heads
     longest = max(cached + tokens + len(masks) for cached, tokens, masks in case.rows)
     per_row = -(-longest // case.page_size)
-    shape = KeyValueShape(1, kv_heads, case.head_dim)
+    group = LayerGroup(1, heads, kv_heads, case.head_dim, case.head_dim)
     sizes = {
-        "num_query_heads": heads,
         "num_pages": per_row * len(case.rows),
         "page_size": case.page_size,
     }
-    most_masks = max(1, *(sum(masks) for _, _, masks in case.rows))
-    ours = PagedAttention(shape, dtype=dtype, device=device, **sizes)
-    oracle = GatheredAttention(
-        shape, dtype=torch.float32, device=_CPU, max_rows=len(case.rows), max_masks=most_masks,
-        **sizes,
-    )  # fmt: skip
+    ours = PagedAttention(group, dtype=dtype, device=device, **sizes)
+    oracle = GatheredAttention(group, dtype=torch.float32, device=_CPU, **sizes)
     prompts: list[RowShape] = [(0, cached, (0,)) for cached, _, _ in case.rows]
     worst = 0.0
     for shapes in (prompts, case.rows):

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mars_serve.engine.attention.interface import KeyValueShape
+from mars_serve.engine.attention.interface import LayerGroup
 from mars_serve.engine.attention.paged import tiling_of
 from mars_serve.engine.attention.plan import StepShape
 from mars_serve.engine.kernels import (
@@ -43,15 +43,15 @@ class Attention:
     """Type of cached keys and values, by default that of the queries."""
     page_size: int = 64
     context: int = 32768
-    window: int = 0
+    has_window: bool = False
+    softcap: float | None = None
     sinks: bool = False
 
     def __call__(self) -> Tensor:
         """Launch the kernels."""
         tiling = replace(
             tiling_of(
-                KeyValueShape(1, self.kv_heads, self.head_dim),
-                self.heads,
+                LayerGroup(1, self.heads, self.kv_heads, self.head_dim, self.head_dim),
                 self.page_size,
                 self.dtype,
                 torch.device("meta"),
@@ -81,7 +81,8 @@ class Attention:
                 tiling.block_m(shape),
                 tiling.block_n,
                 tiling.num_slots(shape),
-                self.window,
+                numbers(self.positions) if self.has_window else None,
+                self.softcap,
                 torch.empty(self.heads, dtype=self.dtype) if self.sinks else None,
                 scale,
                 scale,
@@ -169,8 +170,9 @@ LAUNCHES: dict[str, Launch] = {
     "attention pages of 16": Attention(28, 4, 128, positions=9, page_size=16),
     "attention pages of 48": Attention(28, 4, 128, positions=9, page_size=48),
     "attention pages of 256": Attention(28, 4, 128, positions=9, page_size=256),
-    "attention window and sinks": Attention(64, 8, 64, positions=9, window=128, sinks=True),
-    "attention window prompt": Attention(64, 8, 64, positions=2048, window=128, sinks=True),
+    "attention window and sinks": Attention(64, 8, 64, positions=9, has_window=True, sinks=True),
+    "attention window prompt": Attention(64, 8, 64, positions=2048, has_window=True, sinks=True),
+    "attention soft cap": Attention(16, 8, 256, positions=9, has_window=True, softcap=50.0),
     "attention 8-bit pages": Attention(28, 4, 128, positions=9, pages=F8),
     "attention 8-bit pages prompt": Attention(28, 4, 128, positions=2048, pages=F8),
     "layer 0.5B": Layer(14, 2, 64, hidden=896, intermediate=4864),

@@ -20,9 +20,9 @@ from mars_serve.engine.adaptive.audit_room import AuditRoom
 from mars_serve.engine.adaptive.position_budget import PositionBudget
 from mars_serve.engine.adaptive.window_choice import WindowChooser
 from mars_serve.engine.admission import Deadlines, Limits, check_mask
-from mars_serve.engine.attention.interface import Attention, KeyValueShape
+from mars_serve.engine.attention.interface import Attention
 from mars_serve.engine.attention.selection import SERVED, choose_attention
-from mars_serve.engine.attention.sizing import num_pages
+from mars_serve.engine.attention.sizing import elements_per_token, num_pages
 from mars_serve.engine.decoder.rotation import settle_rotation
 from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.drafting.sources import DraftSources
@@ -97,8 +97,9 @@ class Engine:
         self.settings = settings
         self.page_size = settings.page_size_on(weights.device.type)
         probe = self._probe(weights)
-        self.shape = KeyValueShape.of(probe.specs)
-        self.num_pages = num_pages(settings, self.shape, weights)
+        self.token_elements = elements_per_token(probe.specs)
+        """Elements of a token's keys and values over all layers."""
+        self.num_pages = num_pages(settings, self.token_elements, weights)
         probe.require(SERVED, self.max_length)
         vocabulary = weights.get_output_embeddings().out_features
         check_mask(checkpoint, vocabulary)
@@ -116,11 +117,10 @@ class Engine:
         )
         self.attention = attention_of(
             weights,
-            probe.specs,
+            [spec.within(self.max_length) for spec in probe.specs],
             settings,
             num_pages=self.num_pages,
             page_size=self.page_size,
-            max_masks=self.window * (max_drafts + 1),  # a group for each outcome
         )
         self._runner = ModelRunner(
             weights,

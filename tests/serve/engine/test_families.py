@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import copy
+import random
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from decoding.engine_requests import make_request
-from decoding.engines import oracle, output_of, passes_of, run
-from decoding.families import KNOWN, OTHERS, build_family, family_table
+from decoding.engines import oracle, output_of, paged_attention, passes_of, run
+from decoding.families import KNOWN, MIXED, OTHERS, build_family, family_table
 from decoding.tiny_models import build_model
 from mars_platform.checkpoint.directory import Checkpoint, SpecialTokens, read_checkpoint
 from mars_platform.checkpoint.metadata import MarsMetadata
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
+from mars_platform.mixing.bind import AttentionCall
+from mars_platform.mixing.probe import Probe
+from mars_serve.engine.attention.interface import LayerGroup
+from mars_serve.engine.attention.mixed import MixedAttention
+from mars_serve.engine.attention.selection import choose_attention
+from mars_serve.engine.decoding_options import Outcomes
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import Request
+from mars_serve.engine.scheduled_row import ScheduledRow
 from mars_serve.engine.settings import EngineSettings
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "decoding.md"
@@ -27,10 +39,13 @@ FULL = ["full_attention"] * 2
 SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 3}))
 
 
-def build_engine(model: PreTrainedModel, *, mask: int = 3, **options: Any) -> Engine:
+def build_engine(
+    model: PreTrainedModel, *, mask: int = 3, sizes: dict[str, Any] | None = None, **options: Any
+) -> Engine:
     metadata = MarsMetadata(block_size=4, mask_token_id=mask)
     checkpoint = Checkpoint(None, model.config, None, metadata, SPECIAL)
-    settings = EngineSettings(page_size=4, num_pages=100, max_num_seqs=3, max_num_batched_tokens=65)
+    limits = {"num_pages": 100, "max_num_seqs": 3, **(sizes or {})}
+    settings = EngineSettings(page_size=4, max_num_batched_tokens=65, **limits)
     return Engine(checkpoint, settings, model=copy.deepcopy(model), **options)
 
 
@@ -79,18 +94,131 @@ def test_the_documentation_has_the_table_of_the_families() -> None:
     assert table == family_table(), f"put the lines of family_table() into {DOCUMENT.name}"
 
 
-LATENT = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-}
+class Watch:
+    """Compares every position of every step with a plain forward pass over what it may see."""
+
+    def __init__(self, engine: Engine, model: PreTrainedModel) -> None:
+        self.engine, self.model, self.worst, self.num_positions = engine, model, 0.0, 0
+        self.rows: Sequence[ScheduledRow] = ()
+        engine.on_launch = lambda rows: setattr(self, "rows", rows)
+        function = engine._runner._forward._function  # type: ignore[attr-defined]
+        self._hidden, self._logits = function.hidden, function.logits
+        function.hidden = self
+
+    @torch.inference_mode()
+    def __call__(self, ids: Tensor, *rest: Any, **options: Any) -> Tensor:
+        hidden: Tensor = self._hidden(ids, *rest, **options)
+        paths, found, position = list[list[int]](), list[Tensor](), 0
+        logits, fed = self._logits(hidden), ids.tolist()
+        for row in self.rows:
+            before = row.request.tokens[: row.request.num_cached]
+            num_tokens = row.num_tokens + row.num_drafts
+            tokens = fed[position : position + num_tokens]
+            paths.append([*before, *tokens])
+            found.append(logits[position : position + num_tokens])
+            position += num_tokens
+            for outcome, count in enumerate(row.masks):
+                seen = tokens[: row.num_tokens + outcome]
+                paths.append([*before, *seen, *fed[position : position + count]])
+                found.append(logits[position : position + count])
+                position += count
+        longest = max(map(len, paths))
+        padded = [path + [0] * (longest - len(path)) for path in paths]
+        expected = self.model(torch.tensor(padded), use_cache=False).logits
+        for path, own, plain in zip(paths, found, expected, strict=True):
+            if len(own):
+                own_plain = plain[len(path) - len(own) : len(path)]
+                error = (own - own_plain).abs().max() / own_plain.abs().max()
+                self.worst = max(self.worst, float(error))
+        self.num_positions += position
+        return hidden
+
+
+def crowd() -> list[Request]:
+    """Requests in all modes that share prefixes, and of which some are preempted."""
+    source = random.Random(0)
+    stem = [source.randrange(4, 60) for _ in range(40)]
+    ways: list[dict[str, Any]] = [
+        {"mode": Mode.EXACT, "outcomes": Outcomes.ALL},
+        {"threshold": 0.05, "window": 4},
+        {"mode": Mode.AR, "num_prompt_logprobs": 0},
+    ]
+    return [
+        make_request(
+            str(index),
+            [*stem[: source.randint(1, 40)], *(source.randrange(4, 60) for _ in range(3))],
+            16,
+            **ways[index % 3],
+        )
+        for index in range(9)
+    ]
+
+
+CROWDED = {"num_pages": 20, "max_num_seqs": 4, "num_lookup_drafts": 4}
+
+
+QUICK = {("gemma4_text", "paged"), ("mimo_v2_flash", "paged"), ("gpt_oss", "batch-invariant")}
+
+
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [
+        pytest.param(
+            *each, marks=[] if each[1] == "gathered" or each in QUICK else pytest.mark.full
+        )
+        for each in product(MIXED, ["gathered", "batch-invariant", "paged"])
+    ],
+)
+def test_every_position_is_that_of_a_plain_pass(family: str, backend: str) -> None:
+    """Layers whose windows and chunks are shorter than the texts keep all pages."""
+    model, sizes = build_family(family), {**CROWDED}
+    options: dict[str, Any] = {"attention_of": paged_attention} if backend == "paged" else {}
+    sizes["batch_invariant"] = backend == "batch-invariant"
+    engine = build_engine(model, sizes=sizes, **options)
+    watch = Watch(engine, model)
+    run(engine, crowd(), at_once=6)
+    assert watch.worst < 1e-4
+    status = engine.status()
+    assert status.num_preemptions > 0
+    assert status.num_prefix_hit_tokens > 0
+    assert watch.num_positions > 300
+
+
+def late(_: LayerGroup, positions: Any) -> Any:
+    return np.maximum(positions - 6, 0)
+
+
+def early(_: LayerGroup, positions: Any) -> Any:
+    return np.maximum(positions - 8, 0)
+
+
+@pytest.mark.parametrize("attention_of", [choose_attention, paged_attention])
+@pytest.mark.parametrize(
+    ("family", "mutant"),
+    [
+        ("mistral", (LayerGroup, "oldest", late)),
+        ("mistral", (LayerGroup, "oldest", early)),
+        ("gpt_oss", (AttentionCall, "sinks", None)),
+        ("gemma2", (AttentionCall, "softcap", None)),
+        ("llama4_text", (AttentionCall, "temperature", None)),
+    ],
+)
+def test_an_engine_that_attends_otherwise_is_refused(
+    monkeypatch: pytest.MonkeyPatch, family: str, mutant: Any, attention_of: Any
+) -> None:
+    model = build_family(family)
+    probe = Probe.of(copy.deepcopy(model), avoided={0, 3})
+    monkeypatch.setattr(Probe, "of", lambda *_, **__: probe)
+    monkeypatch.setattr(*mutant)
+    with pytest.raises(UserError, match="its logits over pages differ from those of transformers"):
+        build_engine(model, attention_of=attention_of)
+
+
+def test_layers_that_share_keys_hold_no_pages() -> None:
+    engine = build_engine(build_family("gemma4_text"))
+    assert isinstance(engine.attention, MixedAttention)
+    assert [len(each.keys) for each in engine.attention.backends] == [1, 1]
+    assert engine.token_elements == 2 * 2 * 8 + 2 * 2 * 16
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -101,17 +229,6 @@ LATENT = {
         ("mamba", {}, "no layer calls transformers' attention interface"),
         ("bloom", {}, "no layer calls transformers' attention interface"),
         ("lfm2", {"layer_types": ["conv", *FULL[1:]]}, "something besides attention mixes"),
-        ("deepseek_v2", {**LATENT, "v_head_dim": 8}, "keys and values of different sizes in "),
-        ("deepseek_v3", {**LATENT, "v_head_dim": 8}, "keys and values of different sizes in "),
-        ("glm4_moe_lite", {**LATENT, "v_head_dim": 8}, "keys and values of different sizes in "),
-        (
-            "gpt_oss",
-            {"layer_types": FULL, "num_local_experts": 4},
-            "attention sinks in layers 0, 1,",
-        ),
-        ("gemma2", {"layer_types": FULL}, "it has capped scores in layers 0, 1, which"),
-        ("gemma3_text", {"sliding_window": 8}, "it has a sliding window in layers 0, 1, which"),
-        ("phi3", {"sliding_window": 255}, "it has a sliding window in layers 0, 1, which"),
     ],
 )
 def test_other_families_are_refused_by_name(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 from collections import Counter, defaultdict
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from decoding.families import MIXED, build_family
 from decoding.grammar_specs import regex
 from decoding.tiny_models import build_model
 from mars_autoscale.model.step_times import StepTimes
@@ -159,10 +161,10 @@ _ARRIVALS = st.builds(
 
 
 @cache
-def _model() -> PreTrainedModel:
-    model = build_model(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, initializer_range=0.4
-    )
+def _model(family: str = "qwen2") -> PreTrainedModel:
+    build = build_family if family in MIXED else build_model
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "initializer_range": 0.4}
+    model = build(family, vocab_size=VOCABULARY, **sizes)
     with torch.no_grad():
         model.lm_head.weight[COMMON] *= 3  # outputs of few tokens: masks guess some of them right
     return model
@@ -184,10 +186,10 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def _engine(**sizes: int) -> Engine:
+def _engine(family: str = "qwen2", **sizes: int) -> Engine:
     metadata = MarsMetadata(block_size=BLOCK_SIZE, mask_token_id=MASK)
-    checkpoint = Checkpoint(None, _model().config, _tokenizer(), metadata, SPECIAL)
-    model = copy.deepcopy(_model())
+    checkpoint = Checkpoint(None, _model(family).config, _tokenizer(), metadata, SPECIAL)
+    model = copy.deepcopy(_model(family))
     return Engine(checkpoint, EngineSettings(max_num_batched_tokens=65, **sizes), model=model)
 
 
@@ -298,6 +300,40 @@ def test_the_schedules_meet_what_they_are_about(engines: list[Engine], seen: Cou
     assert seen["threshold moved, masks accepted"] > 0
 
 
+@pytest.mark.parametrize(
+    "family",
+    [
+        each if each in ("gemma4_text", "gpt_oss") else pytest.param(each, marks=pytest.mark.full)
+        for each in MIXED
+    ],
+)
+def test_layers_of_every_kind_keep_to_the_oracle(family: str, seen: Counter[str]) -> None:
+    engine, source = _engine(family, **SIZES[0]), random.Random(0)
+    modes = (Mode.THRESHOLD, Mode.EXACT, Mode.AR)
+    arrivals = [
+        Arrival(
+            source.randrange(12),
+            source.randrange(3),
+            source.randint(1, 30),
+            DecodingOptions(9, modes[index % 3], source.choice([0.05, 0.3, None])),
+            "",
+            source.choice([None, None, 6]),
+        )
+        for index in range(16)
+    ]
+    requests = {str(index): arrival.request(str(index)) for index, arrival in enumerate(arrivals)}
+    outputs = _play(engine, arrivals, requests, [0.02, 0.1], seen)
+    for name, request in requests.items():
+        found = [output.tokens for output in outputs[name]]
+        expected = _oracle(request, outputs[name], family)
+        if request.options.mode is Mode.EXACT:
+            found, expected = _one_by_one(found), _one_by_one(expected)
+        assert found == expected[: len(found)]
+        assert len(found) == len(expected) or request.finish_reason is FinishReason.CANCELLED
+    assert engine.status().num_preemptions > 0
+    assert engine.status().num_prefix_hit_tokens > 0
+
+
 def _ends_thinking(request: Request, engine: Engine) -> bool:
     """Return whether a grammar holds behind thinking; assert that it does, and that budgets do."""
     thinking, grammar = request.options.thinking, request.options.grammar
@@ -387,14 +423,14 @@ def _compare(request: Request, outputs: list[StepOutput], solo: Engine) -> None:
     assert found == expected
 
 
-def _oracle(request: Request, outputs: list[StepOutput]) -> list[list[int]]:
+def _oracle(request: Request, outputs: list[StepOutput], family: str = "qwen2") -> list[list[int]]:
     """Return the plain decoder's passes with the windows that the request had."""
     options = request.options
     windows = [output.num_masks for output in outputs]
     if not windows:
         return []
     return reference.decode(
-        _model(),
+        _model(family),
         request.tokens[: request.num_prompt],
         replace(SPECIAL, eos=SPECIAL.eos | options.stop_ids),
         max_tokens=sum(len(output.tokens) for output in outputs)

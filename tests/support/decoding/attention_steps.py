@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from decoding.engine_requests import make_request, make_row
-from mars_serve.engine.attention.interface import Attention
+from mars_serve.engine.attention.interface import Attention, LayerGroup
 from mars_serve.engine.batch import BatchRow, build_batch
 from mars_serve.engine.request import Draft
 
@@ -31,8 +31,19 @@ class AttentionStep:
         num_heads: int = 8,
         num_kv_heads: int = 2,
         head_dim: int = 64,
+        value_dim: int | None = None,
+        window: int | None = None,
+        chunk: int | None = None,
+        softcap: float | None = None,
+        has_sinks: bool = False,
     ) -> None:
         torch.manual_seed(0)
+        value_dim = value_dim or head_dim
+        self.group = LayerGroup(
+            1, num_heads, num_kv_heads, head_dim, value_dim, window=window, chunk=chunk
+        )
+        self.softcap = softcap
+        self.sinks = torch.randn(num_heads, dtype=dtype, device=device) if has_sinks else None
         self.types = {"dtype": dtype, "device": device}
         self.page_size = page_size
         longest = max(num_cached + tokens + len(masks) for num_cached, tokens, masks in rows)
@@ -52,24 +63,45 @@ class AttentionStep:
         self.batch = build_batch(scheduled, MASK)
         # As the product of merged weights has them: queries, keys and values side by side.
         heads = num_heads + 2 * num_kv_heads
-        merged = torch.randn(len(self.batch.ids), heads, head_dim, **self.types)
-        self.query, self.key, self.value = merged.split([num_heads, *[num_kv_heads] * 2], dim=1)
-        pages = (2, self.num_pages, page_size, num_kv_heads, head_dim)
-        self.pages = torch.randn(pages, **self.types)
+        merged = torch.randn(len(self.batch.ids), heads, max(head_dim, value_dim), **self.types)
+        self.query, self.key, self.value = (
+            part[..., :size]
+            for part, size in zip(
+                merged.split([num_heads, *[num_kv_heads] * 2], dim=1),
+                (head_dim, head_dim, value_dim),
+                strict=True,
+            )
+        )
+        self.pages = [
+            torch.randn(self.num_pages, page_size, num_kv_heads, size, **self.types)
+            for size in (head_dim, value_dim)
+        ]
 
     def attend(self, attention: Attention, cached: Sequence[Tensor]) -> Tensor:
         """Attend over the step's pages, copied to ``cached``; return the positions in use."""
         for part, pages in zip(cached, self.pages, strict=True):
             part[0, : self.num_pages] = pages
         metadata = attention.prepare(self.batch)
-        output = attention.attend(0, self.query, self.key, self.value, SCALING, metadata)
+        output = attention.attend(
+            *(0, self.query, self.key, self.value, SCALING, metadata, self.softcap, self.sinks)
+        )
         return output[: self.batch.num_positions]
 
-    def expected(self, window: int = 0, sinks: Tensor | None = None) -> Tensor:
-        """Attend densely in each row by itself."""
-        return torch.cat([self._expected(row, window, sinks) for row in self.batch.rows])
+    def hide(self, row: BatchRow) -> None:
+        """Put NaN into the pages before the first cached token that a row sees."""
+        window, chunk, first = self.group.window, self.group.chunk, 0
+        if window is not None:
+            first = max(0, row.num_cached - window + 1)
+        if chunk is not None:
+            first = row.num_cached // chunk * chunk
+        for part in self.pages:
+            part[row.pages[: first // self.page_size]] = torch.nan
 
-    def _expected(self, row: BatchRow, window: int, sinks: Tensor | None) -> Tensor:
+    def expected(self) -> Tensor:
+        """Attend densely in each row by itself."""
+        return torch.cat([self._expected(row) for row in self.batch.rows])
+
+    def _expected(self, row: BatchRow) -> Tensor:
         own = slice(row.start, row.start + row.length)
         queries = self.query[own].float()
         keys, values = (
@@ -83,12 +115,19 @@ class AttentionStep:
         positions = torch.tensor(
             [*range(row.num_cached), *self.batch.position_ids[own]], device=keys.device
         )
-        if window:
-            seen *= positions > positions[row.num_cached :, None] - window
+        own_positions = positions[row.num_cached :, None]
+        if self.group.window is not None:
+            seen *= positions > own_positions - self.group.window
+        if self.group.chunk is not None:
+            seen *= positions // self.group.chunk == own_positions // self.group.chunk
+        for part in (keys, values):  # what no query of the row sees may be anything
+            part[: row.num_cached][~seen.bool().any(0)[: row.num_cached]] = 0.0
         scores = torch.einsum("qhd,khd->hqk", queries, keys) * SCALING
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
         scores = scores.masked_fill(~seen.bool(), -torch.inf)
-        if sinks is not None:
-            sink = sinks.float()[:, None, None].expand(-1, row.length, 1)
+        if self.sinks is not None:
+            sink = self.sinks.float()[:, None, None].expand(-1, row.length, 1)
             scores = torch.cat([scores, sink], dim=-1)
         weights = scores.softmax(-1)[..., : len(keys)]
         return torch.einsum("hqk,khd->qhd", weights, values)

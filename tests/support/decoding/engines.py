@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -13,7 +14,8 @@ from mars_platform.method import reference
 from mars_platform.method.mode import Mode
 from mars_platform.mixing.probe import record
 from mars_platform.mixing.specs import AttentionSpec
-from mars_serve.engine.attention.interface import KeyValueShape
+from mars_serve.engine.attention.interface import group_layers
+from mars_serve.engine.attention.mixed import MixedPagedAttention
 from mars_serve.engine.attention.paged import PagedAttention
 from mars_serve.engine.attention.plan import Tiling
 from mars_serve.engine.engine import Engine
@@ -94,17 +96,15 @@ def paged_attention(
     *,
     num_pages: int,
     page_size: int,
-    max_masks: int = 0,
     tiling: Tiling | None = None,
-) -> PagedAttention:
+) -> Any:
     """Return attention that reads pages in place, on a CPU by the kernel's twin."""
     specs = specs or record(model, torch.ones(1, 4, dtype=torch.long, device=model.device))
-    return PagedAttention(
-        KeyValueShape.of(specs),
-        num_query_heads=specs[0].heads,
-        num_pages=num_pages,
-        page_size=page_size,
-        dtype=model.dtype,
-        device=model.device,
-        tiling=tiling,
-    )
+    groups, places = group_layers(specs)
+    sizes = {"num_pages": num_pages, "page_size": page_size, "tiling": tiling}
+    backends = [
+        PagedAttention(group, dtype=model.dtype, device=model.device, **sizes) for group in groups
+    ]
+    if len(groups) == 1 and all(place.is_own for place in places.values()):
+        return backends[0]
+    return MixedPagedAttention(backends, places)

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from decoding.attention_steps import SCALING, AttentionStep, RowShape
-from mars_serve.engine.attention.interface import KeyValueShape
 from mars_serve.engine.attention.paged import PagedAttention, PagedMetadata
 from mars_serve.engine.attention.plan import StepShape
 
@@ -38,9 +37,13 @@ class Case:
     heads: tuple[int, int] = (2, 1)
     """Query heads and key/value heads."""
     head_dim: int = 16
+    value_dim: int | None = None
+    """Size of values, by default that of keys."""
     block_n: int = 16
     num_pieces: int = 1
-    window: int = 0
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
     has_sinks: bool = False
     room: tuple[int, int, int] = (0, 0, 0)
     """Positions, rows and pages that the step's shape has to spare."""
@@ -80,7 +83,15 @@ def _cases_of_cuts() -> Iterator[Case]:
     for window, pieces in product((1, 2, 7, 16, 40), (1, 4)):
         rows = ((50, 1, (3,)), (9, 3, (2, 0, 2)), (0, 20, (0,)))
         yield Case(f"window {window}, {pieces} pieces", rows, window=window, num_pieces=pieces)
-    for window, pieces in product((0, 9), (1, 4)):
+    for value_dim, pieces in product((8, 24, 48), (1, 3)):
+        rows = ((40, 2, (2,)), (0, 3, (1,)))
+        name = f"values of {value_dim}, {pieces} pieces"
+        yield Case(name, rows, head_dim=24, value_dim=value_dim, num_pieces=pieces)
+    for softcap, chunk, pieces in product((None, 0.4), (None, 3, 20), (1, 4)):
+        rows = ((50, 1, (3,)), (9, 3, (2, 0, 2)), (0, 20, (0,)))
+        name = f"soft cap {softcap}, chunk {chunk}, {pieces} pieces"
+        yield Case(name, rows, softcap=softcap, chunk=chunk, num_pieces=pieces)
+    for window, pieces in product((None, 9), (1, 4)):
         name = f"sinks, window {window}, {pieces} pieces"
         rows = ((50, 1, (3,)), (9, 3, (2, 0, 2)))
         yield Case(name, rows, window=window, num_pieces=pieces, has_sinks=True)
@@ -104,7 +115,7 @@ def _random_case(seed: int) -> Case:
         heads=(kv_heads * source.choice([1, 3, 4]), kv_heads),
         head_dim=source.choice([16, 24, 64]),
         num_pieces=source.choice([1, 3, 8]),
-        window=source.choice([0, 0, 5]),
+        window=source.choice([None, None, 5]),
         has_sinks=source.random() < 0.3,
         room=(source.randint(0, 3), source.randint(0, 2), source.randint(0, 2)),
     )
@@ -130,30 +141,33 @@ def difference(case: Case) -> float:
 
     (heads, kv_heads), dtype = case.heads, DTYPES[case.dtype]
     cpu, scale = torch.device("cpu"), 0.5 if case.has_8_bit_pages else 1.0
-    sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": case.head_dim}
-    step = AttentionStep(case.rows, cpu, dtype, case.page_size, **sizes)
+    step = AttentionStep(
+        *(case.rows, cpu, dtype, case.page_size),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=case.head_dim,
+        value_dim=case.value_dim,
+        window=case.window,
+        chunk=case.chunk,
+        softcap=case.softcap,
+        has_sinks=case.has_sinks,
+    )
     pages = step.pages
     if case.has_8_bit_pages:
-        pages = (step.pages / scale).to(torch.float8_e4m3fn)
-        step.pages = pages.to(dtype) * scale
-    attention = PagedAttention(
-        KeyValueShape(1, kv_heads, case.head_dim),
-        num_query_heads=heads,
-        num_pages=1,
-        page_size=case.page_size,
-        **step.types,
-    )
+        pages = [(part / scale).to(torch.float8_e4m3fn) for part in step.pages]
+        step.pages = [part.to(dtype) * scale for part in pages]
+    sizes = {"num_pages": 1, "page_size": case.page_size}
+    attention = PagedAttention(step.group, **sizes, **step.types)
     attention.tiling = tiling = replace(
         attention.tiling, block_n=case.block_n, num_pieces=case.num_pieces, fewest_blocks=1
     )
     metadata, query, key, value = _with_room(case, step, attention)
-    sinks = torch.randn(heads, dtype=dtype) if case.has_sinks else None
     shape = metadata.shape
     output = paged_attention(
         query,
         key,
         value,
-        *_only_cached(step, pages),
+        *(_only_visible(step, part) for part in pages),
         metadata.page_table,
         metadata.leading,
         metadata.own,
@@ -164,15 +178,16 @@ def difference(case: Case) -> float:
         tiling.block_m(shape),
         tiling.block_n,
         tiling.num_slots(shape),
-        case.window,
-        sinks,
+        metadata.oldest,
+        step.softcap,
+        step.sinks,
         scale,
         scale,
     )
     used = step.batch.num_positions
     assert (output[used:] == 0).all(), "padding gives 0"
     assert output.dtype == dtype
-    return (output[:used] - step.expected(case.window, sinks)).abs().max().item()
+    return (output[:used] - step.expected()).abs().max().item()
 
 
 def _with_room(
@@ -195,11 +210,12 @@ def _with_room(
     return attention.unpack(torch.from_numpy(numbers), shape), *parts
 
 
-def _only_cached(step: AttentionStep, pages: Tensor) -> Tensor:
-    """Return the pages with NaN wherever no cached token lies."""
-    kept = torch.zeros(pages.shape[1:3], dtype=torch.bool)
+def _only_visible(step: AttentionStep, pages: Tensor) -> Tensor:
+    """Return the pages with NaN wherever no cached token lies that its row sees."""
+    kept = torch.zeros(pages.shape[:2], dtype=torch.bool)
     for row in step.batch.rows:
-        tokens = torch.arange(row.num_cached)
+        first = int(step.group.oldest(np.array(row.num_cached)))
+        tokens = torch.arange(min(first, row.num_cached), row.num_cached)
         kept[torch.tensor(row.pages)[tokens // step.page_size], tokens % step.page_size] = True
     return pages.float().masked_fill(~kept[..., None, None], torch.nan).to(pages.dtype)
 

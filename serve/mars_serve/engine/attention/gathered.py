@@ -1,12 +1,13 @@
 """Attention over a contiguous copy of each row's pages, exact on any device.
 
-Keys and values of masks go to scratch pages that no later step reads.
+Keys and values of masks are written to the copy alone, which no later step reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mars_serve.engine.attention.interface import KeyValueShape
+from mars_serve.engine.attention.interface import LayerGroup
 from mars_serve.engine.batch import BatchRow, StepBatch
 
 _NARROW = 16
@@ -30,6 +31,8 @@ calls of one more group (measured)."""
 _KEY_BLOCK = 512
 """Number of keys in a block of torch's CPU kernel; keys are padded to a multiple of it if results
 must not depend on padding."""
+_MOST_SCORES = 2**25
+"""Most scores that two matrix products compute at once, unless one position has more."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,14 @@ class _Group:
     """int64 [2 * rows * kv_heads * pages], pages of keys, then of values, laid out by head."""
     bias: Tensor
     """float [rows, 1, per_kv * width, keys], 0 for a visible key and -inf for any other."""
+    masks: Tensor | None
+    """int64 [2 * masks], indices of the keys of the rows' masks, then of their values, among those
+    of the step; None if there are none."""
+    mask_slots: Tensor
+    """int64 [2 * masks * kv_heads], their slots in the copy of the pages."""
+    num_keys: list[int] | None
+    """Leading keys, in whole blocks, among which are all that each position of the only row sees;
+    None unless results must not depend on padding."""
 
 
 @dataclass(frozen=True)
@@ -58,65 +69,67 @@ class GatheredMetadata:
     these are in order."""
 
 
+class _Scores(NamedTuple):
+    """How scores become weights; see `Attention.attend`."""
+
+    scaling: float
+    softcap: float | None
+    sinks: Tensor | None
+
+
 class GatheredAttention:
     """Attends over a contiguous copy of each row's pages; see `Attention`."""
 
     def __init__(
         self,
-        shape: KeyValueShape,
+        group: LayerGroup,
         *,
-        num_query_heads: int,
         num_pages: int,
         page_size: int,
-        max_rows: int,
-        max_masks: int,
         dtype: torch.dtype,
         device: torch.device,
         batch_invariant: bool = False,
     ) -> None:
-        """Reserve pages for committed tokens, and room for rows of at most ``max_masks`` masks.
+        """Reserve ``num_pages`` pages, each for ``page_size`` committed tokens.
 
-        If ``batch_invariant``, each position is attended by itself in calls of one shape, so that
-        no bit of its result depends on the other positions of the step.
+        Layers of the group are numbered from 0. If ``batch_invariant``, each position is attended
+        by itself in calls of one shape, so that no bit of its result depends on the other positions
+        of the step.
         """
         self.page_size, self.num_pages = page_size, num_pages
-        self._shape, self._device, self._dtype = shape, device, dtype
-        self._per_kv = num_query_heads // shape.num_heads
+        self._layers, self._device, self._dtype = group, device, dtype
+        self._per_kv = group.per_kv
+        # One call copies keys and values, and one attends: the smaller of the two are padded.
+        self._head_dim = max(group.key_dim, group.value_dim)
+        self._is_padded = group.key_dim != group.value_dim
         self._batch_invariant = batch_invariant
-        self._scratch_per_row = -(-max_masks // page_size)
-        # Padding reads a page of zeros and writes to another page.
-        self._zeros, self._waste, self._scratch = num_pages, num_pages + 1, num_pages + 2
-        num_all = self._scratch + max_rows * self._scratch_per_row
-        size = (shape.num_layers, 2, num_all, shape.num_heads, page_size, shape.head_dim)
+        # Padding reads a page of zeros and writes to another page, as masks do.
+        self._zeros, self._waste = num_pages, num_pages + 1
+        size = (group.num_layers, 2, num_pages + 2, group.kv_heads, page_size, self._head_dim)
         self._pages = torch.zeros(size, dtype=dtype, device=device)
         self._gathered = torch.empty(0, dtype=dtype, device=device)
-        self._heads = np.arange(shape.num_heads)
+        self._heads = np.arange(group.kv_heads)
 
     @property
     def keys(self) -> Tensor:
-        """Keys, [layers, pages, kv_heads, page_size, head_dim]; scratch pages follow the pool's."""
-        return self._pages[:, 0]
+        """Keys, [layers, pages, kv_heads, page_size, key_dim]; two pages follow the pool's."""
+        return self._pages[:, 0, ..., : self._layers.key_dim]
 
     @property
     def values(self) -> Tensor:
         """Values, laid out as `keys`."""
-        return self._pages[:, 1]
+        return self._pages[:, 1, ..., : self._layers.value_dim]
 
     def prepare(self, batch: StepBatch) -> GatheredMetadata:
         """See `Attention.prepare`."""
-        scratch = self._scratch_pages(batch.rows)
         self._clear_fresh(batch.rows)
         if self._batch_invariant:
             members = [[index] for index in range(len(batch.rows))]
         else:
             members = self._members(batch.rows)
-        num_positions = len(batch.ids)
         return GatheredMetadata(
-            slots=self._slots(batch, scratch),
-            groups=[
-                self._group([(batch.rows[i], scratch[i]) for i in group], num_positions)
-                for group in members
-            ],
+            slots=self._slots(batch),
+            groups=[self._group([batch.rows[i] for i in group], batch) for group in members],
             order=self._order(batch, members),
         )
 
@@ -128,19 +141,33 @@ class GatheredAttention:
         value: Tensor,
         scaling: float,
         metadata: GatheredMetadata,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        is_cached: bool = False,
     ) -> Tensor:
         """See `Attention.attend`."""
-        pages, head_dim = self._pages[layer], query.shape[-1]
-        fresh = torch.cat([key, value]).view(-1, head_dim)
-        pages.view(-1, head_dim).index_copy_(0, metadata.slots, fresh)
+        pages, scores = self._pages[layer], _Scores(scaling, softcap, sinks)
+        if self._is_padded:
+            query, key, value = (
+                F.pad(part, (0, self._head_dim - part.shape[-1])) for part in (query, key, value)
+            )
+        fresh = torch.cat([key, value])  # [2 * positions, kv_heads, head_dim]
+        if not is_cached:
+            slots = pages.view(-1, self._head_dim)
+            slots.index_copy_(0, metadata.slots, fresh.view(-1, self._head_dim))
         attend = self._attend_invariantly if self._batch_invariant else self._attend_group
-        outputs = [attend(group, query, pages, scaling) for group in metadata.groups]
+        outputs = [
+            attend(group, query, self._gather(group, pages, fresh), scores)
+            for group in metadata.groups
+        ]
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        if self._is_padded:
+            output = output[..., : self._layers.value_dim]
         return output if metadata.order is None else output.index_select(0, metadata.order)
 
     def recover(self) -> None:
         """See `Attention.recover`."""
-        self._clear(list(range(self._waste, self._pages.shape[2])))
+        self._clear([self._waste])
 
     def _clear_fresh(self, rows: Sequence[BatchRow]) -> None:
         """Zero the pages that rows start to fill in this step.
@@ -160,51 +187,85 @@ class GatheredAttention:
     def _clear(self, pages: list[int]) -> None:
         self._pages.index_fill_(2, self._to_device(np.array(pages)), 0.0)
 
-    def _attend_group(self, group: _Group, query: Tensor, pages: Tensor, scaling: float) -> Tensor:
+    def _attend_group(
+        self, group: _Group, query: Tensor, gathered: Tensor, scores: _Scores
+    ) -> Tensor:
         """Attend in one group: [rows * width, heads, head_dim], padding included."""
-        rows, width, kv_heads = group.num_rows, group.width, self._shape.num_heads
+        rows, width, kv_heads = group.num_rows, group.width, self._layers.kv_heads
         queries = query if group.positions is None else query.index_select(0, group.positions)
         # Query heads that share a key/value head become further queries of it: no key is repeated.
         folded = queries.view(rows, width, kv_heads, self._per_kv, -1)
         folded = folded.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [rows, kv_heads, per_kv * width, d]
-        keys, values = self._gather(group, pages)
-        if keys.numel() > _PLAIN_FROM and width <= _NARROW and keys.dtype == torch.float32:
-            output = _plain_attention(folded, keys, values, group.bias, scaling)
+        keys, values = gathered
+        if scores.softcap is not None or scores.sinks is not None:
+            size = max(1, _MOST_SCORES // keys[..., 0].numel())
+            sinks = torch.split(self._sinks(scores, width), size, 1)
+            each = torch.split(folded, size, 2), torch.split(group.bias, size, 2), sinks
+            output = torch.cat(
+                [
+                    _plain_attention(part, keys, values, bias, scores._replace(sinks=own))
+                    for part, bias, own in zip(*each, strict=True)
+                ],
+                dim=2,
+            )
+        elif keys.numel() > _PLAIN_FROM and width <= _NARROW and keys.dtype == torch.float32:
+            output = _plain_attention(folded, keys, values, group.bias, scores)
         else:
             output = F.scaled_dot_product_attention(
-                folded, keys, values, attn_mask=group.bias, scale=scaling
+                folded, keys, values, attn_mask=group.bias, scale=scores.scaling
             )
         output = output.view(rows, kv_heads, self._per_kv, width, -1)
         return output.permute(0, 3, 1, 2, 4).reshape(rows * width, *query.shape[1:])
 
     def _attend_invariantly(
-        self, group: _Group, query: Tensor, pages: Tensor, scaling: float
+        self, group: _Group, query: Tensor, gathered: Tensor, scores: _Scores
     ) -> Tensor:
         """Attend in a group of one row, each position by itself; see `_attend_group`."""
-        width, kv_heads = group.width, self._shape.num_heads
+        width, kv_heads = group.width, self._layers.kv_heads
         queries = query if group.positions is None else query.index_select(0, group.positions)
-        keys, values = (part.expand(width, -1, -1, -1) for part in self._gather(group, pages))
+        queries = queries.view(width, kv_heads, self._per_kv, -1)
+        keys, values = gathered
         bias = group.bias[0, 0].view(self._per_kv, width, 1, -1).transpose(0, 1)
-        output = F.scaled_dot_product_attention(
-            queries.view(width, kv_heads, self._per_kv, -1),
-            keys,
-            values,
-            attn_mask=bias.transpose(1, 2),  # [width, 1, per_kv, keys]
-            scale=scaling,
-        )
+        bias = bias.transpose(1, 2)  # [width, 1, per_kv, keys]
+        if scores.softcap is None and scores.sinks is None:
+            keys, values = (part.expand(width, -1, -1, -1) for part in (keys, values))
+            output = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=bias, scale=scores.scaling
+            )
+        else:
+            scores = scores._replace(sinks=self._sinks(scores, 1))
+            each = torch.split(queries, 1), torch.split(bias, 1), group.num_keys or ()
+            output = torch.cat(
+                [
+                    _plain_attention(part, keys[:, :, :n], values[:, :, :n], own[..., :n], scores)
+                    for part, own, n in zip(*each, strict=True)
+                ]
+            )
         return output.reshape(width, *query.shape[1:])
 
-    def _gather(self, group: _Group, pages: Tensor) -> Tensor:
-        """Copy a group's keys and values side by side: [2, rows, kv_heads, keys, head_dim].
+    def _sinks(self, scores: _Scores, width: int) -> Tensor:
+        """Return the sinks of a group's queries, [kv_heads, queries, 1], -inf for none."""
+        sinks = scores.sinks
+        if sinks is None:
+            sinks = torch.full((self._layers.heads,), -torch.inf, device=self._device)
+        sinks = sinks.view(self._layers.kv_heads, self._per_kv)
+        return sinks.repeat_interleave(width, dim=1).unsqueeze(-1)
+
+    def _gather(self, group: _Group, pages: Tensor, fresh: Tensor) -> Tensor:
+        """Copy a group's keys and values side by side, those of masks from the step:
+        [2, rows, kv_heads, keys, head_dim].
 
         All calls share one buffer, because a large new allocation takes longer than the copy.
         """
-        size = (len(group.pages), self.page_size * self._shape.head_dim)
+        size = (len(group.pages), self.page_size * self._head_dim)
         if self._gathered.numel() < size[0] * size[1]:
             self._gathered = self._gathered.new_empty(size[0] * size[1])
         buffer = self._gathered[: size[0] * size[1]].view(size)
         torch.index_select(pages.view(-1, size[1]), 0, group.pages, out=buffer)
-        return buffer.view(2, group.num_rows, self._shape.num_heads, -1, self._shape.head_dim)
+        if group.masks is not None:
+            masks = fresh.index_select(0, group.masks).view(-1, self._head_dim)
+            buffer.view(-1, self._head_dim).index_copy_(0, group.mask_slots, masks)
+        return buffer.view(2, group.num_rows, self._layers.kv_heads, -1, self._head_dim)
 
     def _members(self, rows: Sequence[BatchRow]) -> list[list[int]]:
         """Return the row indices of each group: rows of similar length and number of keys."""
@@ -212,14 +273,14 @@ class GatheredAttention:
         for index, row in enumerate(rows):
             key = 0 if row.length <= _NARROW else (row.length - 1).bit_length()
             widths.setdefault(key, []).append(index)
-        budget = _GROUP_COST / (self.page_size * self._shape.num_heads * self._shape.head_dim)
+        budget = _GROUP_COST / (self.page_size * self._layers.kv_heads * self._head_dim)
         groups = []
         for members in self._split_off_ones(rows, list(widths.values())):
-            sizes = [self._num_pages(rows[index]) for index in members]
+            sizes = [self._num_visible(rows[index]) for index in members]
             if (max(sizes) - min(sizes)) * len(sizes) <= budget:
                 groups.append(members)
                 continue
-            members.sort(key=lambda index: -self._num_pages(rows[index]))
+            members.sort(key=lambda index: -self._num_visible(rows[index]))
             groups += _split(members, sorted(sizes, reverse=True), budget)
         return groups
 
@@ -229,8 +290,9 @@ class GatheredAttention:
         for members in groups:
             ones = [index for index in members if rows[index].length == 1]
             width = max(rows[index].length for index in members)
-            keys = sum(rows[index].num_cached for index in ones)
-            saved = (width - 1) * keys * self._per_kv * self._shape.num_heads * self._shape.head_dim
+            hidden = sum(self._num_hidden(rows[index]) for index in ones) * self.page_size
+            keys = sum(rows[index].num_cached for index in ones) - hidden
+            saved = (width - 1) * keys * self._layers.heads * self._head_dim
             if len(ones) < len(members) and saved > _WIDTH_COST:
                 split += [ones, [index for index in members if rows[index].length > 1]]
             else:
@@ -241,53 +303,67 @@ class GatheredAttention:
         """Count the pages of a row's tokens, those of this step included."""
         return -(-(row.num_cached + row.num_tokens) // self.page_size)
 
-    def _scratch_pages(self, rows: Sequence[BatchRow]) -> list[list[int]]:
-        starts = [self._scratch + index * self._scratch_per_row for index in range(len(rows))]
-        sizes = [-(-row.num_masks // self.page_size) for row in rows]
-        assert max(sizes) <= self._scratch_per_row, "a row's masks fit its scratch pages"
-        return [list(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
+    def _num_hidden(self, row: BatchRow) -> int:
+        """Count the leading pages of a row that none of its positions sees."""
+        if not self._layers.is_bounded:
+            return 0
+        return int(self._layers.oldest(np.array(row.num_cached))) // self.page_size
 
-    def _slots(self, batch: StepBatch, scratch: list[list[int]]) -> Tensor:
+    def _num_visible(self, row: BatchRow) -> int:
+        """Count the pages of the keys that a row sees, masks included."""
+        num_pages = -(-(row.num_cached + row.length) // self.page_size)
+        return num_pages - self._num_hidden(row)
+
+    def _slots(self, batch: StepBatch) -> Tensor:
         size = self.page_size
         slots: list[int] = []
-        for row, masks in zip(batch.rows, scratch, strict=True):
+        for row in batch.rows:
             tokens = range(row.num_cached, row.num_cached + row.num_tokens)
             slots += [row.pages[t // size] * size + t % size for t in tokens]
-            slots += [masks[m // size] * size + m % size for m in range(row.num_masks)]
+            slots += [self._waste * size] * row.num_masks
         slots += [self._waste * size] * (len(batch.ids) - len(slots))
         # Pages are laid out by head: (page, offset) of head h lies at (page * heads + h, offset).
         page, offset = np.divmod(np.array(slots), size)
-        flat = (page * self._shape.num_heads * size + offset)[:, None] + self._heads * size
-        return self._to_device(self._for_keys_and_values(flat.ravel(), size))
+        flat = (page * self._layers.kv_heads * size + offset)[:, None] + self._heads * size
+        return self._twice(flat.ravel(), self._pages[0, 0, ..., 0].numel())
 
-    def _for_keys_and_values(self, indices: NDArray[np.int64], per_head: int) -> NDArray[np.int64]:
-        """Append to indices into a layer's keys the same ones into its values, which lie behind.
+    def _twice(self, indices: NDArray[np.int64], num_keys: int) -> Tensor:
+        """Append to indices of keys the same ones of values, which lie ``num_keys`` behind."""
+        return self._to_device(np.concatenate([indices, indices + num_keys]))
 
-        ``indices`` count units, whole head pages or slots: ``per_head`` in one page of one head.
-        """
-        num_keys = self._pages.shape[2] * self._shape.num_heads * per_head
-        return np.concatenate([indices, indices + num_keys])
-
-    def _group(self, members: list[tuple[BatchRow, list[int]]], num_positions: int) -> _Group:
-        rows = [row for row, _ in members]
-        width = max(row.length for row in rows)
-        used = [self._num_pages(row) for row in rows]
+    def _group(self, rows: list[BatchRow], batch: StepBatch) -> _Group:
+        width, size, num_heads = max(row.length for row in rows), self.page_size, len(self._heads)
+        hidden = [self._num_hidden(row) for row in rows]
         tables = [
-            row.pages[:count] + scratch for (row, scratch), count in zip(members, used, strict=True)
+            row.pages[count : self._num_pages(row)] for row, count in zip(rows, hidden, strict=True)
         ]
-        num_pages = max(map(len, tables))
-        if self._batch_invariant:
-            num_pages += -num_pages % -(-_KEY_BLOCK // self.page_size)
+        num_pages = max(self._num_visible(row) for row in rows)
+        if self._batch_invariant:  # a row alone, of whose keys no block may begin elsewhere
+            tables, num_pages = [[self._zeros] * hidden[0] + tables[0]], num_pages + hidden[0]
+            num_pages += -num_pages % -(-_KEY_BLOCK // size)
+            hidden = [0]
         table = np.array([pages + [self._zeros] * (num_pages - len(pages)) for pages in tables])
-        pages = (
-            table[:, None] * self._shape.num_heads + self._heads[:, None]
-        )  # [rows, heads, pages]
+        pages = table[:, None] * num_heads + self._heads[:, None]  # [rows, heads, pages]
+        first = [
+            row.num_cached + row.num_tokens - count * size
+            for row, count in zip(rows, hidden, strict=True)
+        ]  # keys of each row's tokens, which its masks follow
+        masks, slots = list[int](), list[int]()
+        for index, (row, begin) in enumerate(zip(rows, first, strict=True)):
+            masks += range(row.start + row.num_tokens, row.start + row.length)
+            begin += index * num_heads * num_pages * size
+            slots += range(begin, begin + row.num_masks)
+        mask_slots = np.array(slots, dtype=np.int64)[:, None] + self._heads * num_pages * size
+        visible = self._visible(rows, first, width, num_pages * size, batch.position_ids)
         return _Group(
             num_rows=len(rows),
             width=width,
-            positions=self._positions(rows, width, num_positions),
-            pages=self._to_device(self._for_keys_and_values(pages.ravel(), 1)),
-            bias=self._bias(rows, used, width, num_pages),
+            positions=self._positions(rows, width, len(batch.ids)),
+            pages=self._twice(pages.ravel(), self._pages[0, 0, ..., 0, 0].numel()),
+            bias=self._bias(visible),
+            masks=self._twice(np.array(masks), len(batch.ids)) if masks else None,
+            mask_slots=self._twice(mask_slots.ravel(), pages.size * size),
+            num_keys=_blocks_to(visible[0]) if self._batch_invariant else None,
         )
 
     def _positions(self, rows: list[BatchRow], width: int, num_positions: int) -> Tensor | None:
@@ -302,23 +378,45 @@ class GatheredAttention:
         ]
         return self._to_device(np.array(positions))
 
-    def _bias(self, rows: list[BatchRow], used: list[int], width: int, num_pages: int) -> Tensor:
-        """Return the attention bias of a group; padding sees some key, too, as softmax needs."""
-        cached = np.array([[row.num_cached] for row in rows])
-        tokens = np.array([[row.num_tokens] for row in rows])
-        offset, key = np.arange(width), np.arange(num_pages * self.page_size)
-        seen = cached + np.minimum(offset + 1, tokens)  # [rows, width]
-        first = np.array(used)[:, None] * self.page_size  # [rows, 1]
-        end = first + offset + 1 - tokens  # [rows, width]
+    def _visible(
+        self,
+        rows: list[BatchRow],
+        counts: list[int],
+        width: int,
+        num_keys: int,
+        position_ids: list[int],
+    ) -> NDArray[np.bool_]:
+        """Return which of its keys each position of a group sees, [rows, width, keys].
+
+        The keys of a row are the last of its tokens', ``counts`` many, and its masks'. Padding sees
+        some key, too, as softmax needs.
+        """
+        end, tokens = np.array(counts)[:, None], np.array([[row.num_tokens] for row in rows])
+        offset, key = np.arange(width), np.arange(num_keys)
+        seen = end - tokens + np.minimum(offset + 1, tokens)  # [rows, width]
+        first = end
+        last = end + offset + 1 - tokens  # [rows, width]
         if not all(row.is_causal for row in rows):
-            first = first + np.zeros_like(offset)  # [rows, width]
+            first = end + np.zeros_like(offset)  # [rows, width]
             for index, row in enumerate(rows):
                 leading, own = (np.array(part)[row.num_tokens :] for part in row.visible())
-                seen[index, row.num_tokens : row.length] = row.num_cached + leading
-                first[index, row.num_tokens : row.length] += own - row.num_tokens
-        visible = key < seen[:, :, None]
+                masks, before = slice(row.num_tokens, row.length), counts[index] - row.num_tokens
+                seen[index, masks], first[index, masks] = before + leading, before + own
+        visible: NDArray[np.bool_] = key < seen[:, :, None]
         if any(row.num_masks for row in rows):
-            visible |= (key >= first[:, :, None]) & (key < end[:, :, None])
+            visible |= (key >= first[:, :, None]) & (key < last[:, :, None])
+        if self._layers.is_bounded:
+            positions = np.zeros((len(rows), width), dtype=np.int64)
+            where = key + np.zeros_like(end)  # [rows, keys]
+            for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
+                ids = position_ids[row.start : row.start + row.length]
+                positions[index, : row.length] = ids
+                where[index] += row.num_cached + row.num_tokens - count
+                where[index, count : count + row.num_masks] = ids[row.num_tokens :]
+            visible &= where[:, None] >= self._layers.oldest(positions)[:, :, None]
+        return visible
+
+    def _bias(self, visible: NDArray[np.bool_]) -> Tensor:
         bias = np.where(visible, np.float32(0), np.float32(-np.inf))[:, None]
         if self._per_kv > 1:
             bias = np.tile(bias, (1, 1, self._per_kv, 1))
@@ -353,13 +451,29 @@ def _split(members: list[int], sizes: list[int], budget: float) -> list[list[int
     ]
 
 
+def _blocks_to(visible: NDArray[np.bool_]) -> list[int]:
+    """Return the leading keys, in whole blocks, among which are all that each position sees."""
+    last = visible.shape[1] - visible[:, ::-1].argmax(axis=1)
+    blocks: list[int] = (-(-last // _KEY_BLOCK) * _KEY_BLOCK).tolist()
+    return blocks
+
+
 def _plain_attention(
-    queries: Tensor,  # [rows, kv_heads, per_kv * width, head_dim]
+    queries: Tensor,  # [rows, kv_heads, queries, head_dim]
     keys: Tensor,  # [rows, kv_heads, keys, head_dim]
     values: Tensor,  # [rows, kv_heads, keys, head_dim]
-    bias: Tensor,  # [rows, 1, per_kv * width, keys]
-    scaling: float,
+    bias: Tensor,  # [rows, 1, queries, keys]
+    how: _Scores,  # its sinks are [kv_heads, queries, 1]
 ) -> Tensor:
     """Attend by two matrix products, in float32, which needs no wider accumulator."""
-    scores = torch.matmul(queries * scaling, keys.transpose(-1, -2)).add_(bias)
-    return torch.matmul(scores.softmax(-1), values)
+    dtype = queries.dtype
+    queries, keys, values = queries.float(), keys.float(), values.float()
+    scores = torch.matmul(queries * how.scaling, keys.transpose(-1, -2))
+    if how.softcap is not None:
+        scores.div_(how.softcap).tanh_().mul_(how.softcap)
+    scores.add_(bias)
+    if how.sinks is None:
+        return torch.matmul(scores.softmax(-1), values).to(dtype)
+    sinks = how.sinks.float().expand(len(queries), -1, -1, -1)
+    weights = torch.cat([scores, sinks], dim=-1).softmax(-1)
+    return torch.matmul(weights[..., :-1], values).to(dtype)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mars_platform.mixing.specs import AttentionSpec
@@ -13,23 +15,68 @@ from mars_serve.engine.batch import StepBatch
 
 
 @dataclass(frozen=True)
-class KeyValueShape:
-    """Numbers of layers and key/value heads of a model, and the size of a head."""
+class LayerGroup:
+    """Layers whose sizes are equal, and whose queries see equally far back."""
 
     num_layers: int
-    num_heads: int
-    head_dim: int
+    """Layers with keys and values of their own."""
+    heads: int
+    """Query heads, a multiple of the key/value heads."""
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None = None
+    """See `AttentionSpec`, as for the next."""
+    chunk: int | None = None
 
-    @classmethod
-    def of(cls, specs: Sequence[AttentionSpec]) -> KeyValueShape:
-        """Return the shape of a model whose layers attend alike."""
-        first = specs[0]
-        return cls(1 + max(spec.layer for spec in specs), first.kv_heads, first.key_dim)
+    @property
+    def per_kv(self) -> int:
+        """Query heads of each key/value head."""
+        return self.heads // self.kv_heads
 
     @property
     def elements_per_token(self) -> int:
-        """Number of elements of a token's keys and values over all layers."""
-        return 2 * self.num_layers * self.num_heads * self.head_dim
+        """Most elements of a token's keys and values over all layers, padding included."""
+        return 2 * self.num_layers * self.kv_heads * max(self.key_dim, self.value_dim)
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether a query may not see the first tokens of its text."""
+        return self.window is not None or self.chunk is not None
+
+    def oldest(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the first position that the queries at ``positions`` see."""
+        if self.chunk is not None:
+            return positions - positions % self.chunk
+        return np.maximum(positions + 1 - (self.window or 2**62), 0)
+
+
+class Place(NamedTuple):
+    """Where a layer's keys and values are."""
+
+    group: int
+    rank: int
+    """Number among the group's layers that have their own."""
+    is_own: bool
+    """Whether the layer writes them; it reads those of an earlier layer otherwise."""
+
+
+def group_layers(specs: Sequence[AttentionSpec]) -> tuple[list[LayerGroup], dict[int, Place]]:
+    """Return the groups of a model's layers, and the place of each layer.
+
+    A layer that shares the keys of one in another group stores them again.
+    """
+    kinds = list(dict.fromkeys((*spec.sizes, spec.window, spec.chunk) for spec in specs))
+    counts, places = [0] * len(kinds), dict[int, Place]()
+    for spec in specs:
+        group = kinds.index((*spec.sizes, spec.window, spec.chunk))
+        shared = None if spec.shares is None else places[spec.shares]
+        if shared is not None and shared.group == group:
+            places[spec.layer] = shared._replace(is_own=False)
+        else:
+            places[spec.layer] = Place(group, counts[group], is_own=True)
+            counts[group] += 1
+    return [LayerGroup(n, *kind) for n, kind in zip(counts, kinds, strict=True)], places
 
 
 class Attention(Protocol):
@@ -44,23 +91,35 @@ class Attention(Protocol):
     """Tokens in a page."""
 
     def prepare(self, batch: StepBatch) -> Any:
-        """Return the attention metadata of a step: tensors on the device that all layers share."""
+        """Return the attention metadata of a step: tensors on the device that layers share."""
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, metadata: Any
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        metadata: Any,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        is_cached: bool = False,
     ) -> Tensor:
         """Attend in one layer of a step, and cache the keys and values of its tokens.
 
         Args:
             layer: index of the layer.
-            query: [positions, heads, head_dim].
-            key: [positions, kv_heads, head_dim].
-            value: [positions, kv_heads, head_dim].
+            query: [positions, heads, key_dim].
+            key: [positions, kv_heads, key_dim].
+            value: [positions, kv_heads, value_dim].
             scaling: factor of the scores.
             metadata: what `prepare` returned for the step.
+            softcap: largest size of a score, None for any.
+            sinks: [heads], a further score of each head, which has no value; None for none.
+            is_cached: whether the tokens' keys and values are cached already.
 
         Returns:
-            [positions, heads, head_dim].
+            [positions, heads, value_dim].
         """
 
     def recover(self) -> None:

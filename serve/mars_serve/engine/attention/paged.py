@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mars_serve.engine.attention.interface import KeyValueShape
+from mars_serve.engine.attention.interface import LayerGroup
 from mars_serve.engine.attention.plan import (
     Numbers,
     Rows,
@@ -40,6 +40,7 @@ class PagedMetadata:
     positions: Tensor
     leading: Tensor
     own: Tensor
+    oldest: Tensor | None
     combine: Tensor
     page_table: Tensor
     pieces: Tensor
@@ -50,9 +51,8 @@ class PagedAttention:
 
     def __init__(
         self,
-        shape: KeyValueShape,
+        group: LayerGroup,
         *,
-        num_query_heads: int,
         num_pages: int,
         page_size: int,
         dtype: torch.dtype,
@@ -61,19 +61,19 @@ class PagedAttention:
     ) -> None:
         """Reserve ``num_pages`` pages, each for ``page_size`` committed tokens.
 
-        ``num_query_heads`` is a multiple of the key/value heads. ``tiling`` says how steps are cut
-        into pieces, by default as suits the device.
+        All layers are those of ``group``, numbered from 0. ``tiling`` says how steps are cut into
+        pieces, by default as suits the device.
         """
         if device.type == "cuda":
             from mars_serve.engine.kernels import gpu  # noqa: F401 -- adds all kernels of a step
         self.page_size = page_size
-        self.tiling = tiling or tiling_of(shape, num_query_heads, page_size, dtype, device)
-        self._device = device
+        self.tiling = tiling or tiling_of(group, page_size, dtype, device)
+        self._layers, self._device = group, device
         self._waste = num_pages * page_size  # masks and padding write to one more page, never read
-        # [layers, pages + 1, page_size, kv_heads, head_dim]
-        size = (shape.num_layers, num_pages + 1, page_size, shape.num_heads, shape.head_dim)
-        self.keys = torch.zeros(size, dtype=dtype, device=device)
-        self.values = torch.zeros_like(self.keys)
+        size = (group.num_layers, num_pages + 1, page_size, group.kv_heads)
+        # [layers, pages + 1, page_size, kv_heads, key_dim or value_dim]
+        self.keys = torch.zeros(*size, group.key_dim, dtype=dtype, device=device)
+        self.values = torch.zeros(*size, group.value_dim, dtype=dtype, device=device)
 
     def prepare(self, batch: StepBatch) -> PagedMetadata:
         """See `Attention.prepare`."""
@@ -86,6 +86,7 @@ class PagedAttention:
         """Return the integers of each part of a step's metadata, in the order of `unpack`."""
         return [
             *[shape.num_positions] * 4,
+            shape.num_positions * self._layers.is_bounded,
             shape.num_positions * COMBINE_FIELDS,
             shape.num_rows * shape.num_pages,
             self.tiling.most_pieces(shape) * PIECE_FIELDS,
@@ -98,7 +99,7 @@ class PagedAttention:
         """
         numbers.fill(0)
         ends = accumulate(self.sizes(shape), initial=0)
-        slots, positions, leading, own, combine, table, pieces = (
+        slots, positions, leading, own, oldest, combine, table, pieces = (
             numbers[begin:end] for begin, end in pairwise(ends)
         )
         used, rows = batch.num_positions, Rows.of(batch)
@@ -120,17 +121,20 @@ class PagedAttention:
         row, token = row[is_token], (rows.num_cached[row] + offset)[is_token]
         page, rest = np.divmod(token, self.page_size)
         slots[:used][is_token] = pages[row, page] * self.page_size + rest
+        if self._layers.is_bounded:
+            oldest[:] = self._layers.oldest(positions)
         plan(
             rows,
             shape,
             self.tiling,
             pieces.reshape(-1, PIECE_FIELDS),
             combine.reshape(-1, COMBINE_FIELDS),
+            oldest if self._layers.is_bounded else None,
         )
 
     def unpack(self, numbers: Tensor, shape: StepShape) -> PagedMetadata:
         """Return the metadata of a step, views of its integers on the device."""
-        slots, positions, leading, own, combine, table, pieces = torch.split(
+        slots, positions, leading, own, oldest, combine, table, pieces = torch.split(
             numbers, self.sizes(shape)
         )
         return PagedMetadata(
@@ -139,6 +143,7 @@ class PagedAttention:
             positions=positions,
             leading=leading,
             own=own,
+            oldest=oldest if self._layers.is_bounded else None,
             combine=combine.view(-1, COMBINE_FIELDS),
             page_table=table.view(shape.num_rows, shape.num_pages),
             pieces=pieces.view(-1, PIECE_FIELDS),
@@ -152,25 +157,17 @@ class PagedAttention:
         value: Tensor,
         scaling: float,
         metadata: PagedMetadata,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        is_cached: bool = False,
     ) -> Tensor:
-        """See `Attention.attend`."""
-        for pages, fresh in ((self.keys, key), (self.values, value)):
-            pages[layer].flatten(0, 1).index_copy_(0, metadata.slots, fresh)
-        return self.attend_written(layer, query, key, value, scaling, metadata)
-
-    def attend_written(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        metadata: PagedMetadata,
-    ) -> Tensor:
-        """Attend like `attend`, with keys and values that are cached already or will be.
+        """See `Attention.attend`.
 
         Queries, keys and values may be views of one tensor, contiguous in their last dimension.
         """
+        if not is_cached:
+            for pages, fresh in ((self.keys, key), (self.values, value)):
+                pages[layer].flatten(0, 1).index_copy_(0, metadata.slots, fresh)
         shape = metadata.shape
         output: Tensor = torch.ops.marsray.paged_attention.default(
             query,
@@ -188,6 +185,9 @@ class PagedAttention:
             self.tiling.block_m(shape),
             self.tiling.block_n,
             self.tiling.num_slots(shape),
+            metadata.oldest,
+            softcap,
+            sinks,
         )
         return output
 
@@ -196,22 +196,19 @@ class PagedAttention:
 
 
 def tiling_of(
-    shape: KeyValueShape,
-    num_query_heads: int,
-    page_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    group: LayerGroup, page_size: int, dtype: torch.dtype, device: torch.device
 ) -> Tiling:
     """Return how to cut steps of a model on a device."""
+    head_dim = max(group.key_dim, group.value_dim)
     pieces = _CPU_PIECES
     if device.type == "cuda":
         pieces = torch.cuda.get_device_properties(device).multi_processor_count
     return Tiling(
-        per_kv=num_query_heads // shape.num_heads,
+        per_kv=group.per_kv,
         page_size=page_size,
-        block_n=block_n_of(shape.head_dim, dtype),
-        num_pieces=max(1, pieces // shape.num_heads),
-        largest_block=largest_block_of(shape.head_dim, dtype),
+        block_n=block_n_of(head_dim, dtype),
+        num_pieces=max(1, pieces // group.kv_heads),
+        largest_block=largest_block_of(head_dim, dtype),
     )
 
 

@@ -126,16 +126,28 @@ class Rows:
         return cls(*np.array(numbers, dtype=np.int64).reshape(-1, 4).T)
 
 
-def plan(rows: Rows, shape: StepShape, tiling: Tiling, pieces: Numbers, combine: Numbers) -> None:
+def plan(
+    rows: Rows,
+    shape: StepShape,
+    tiling: Tiling,
+    pieces: Numbers,
+    combine: Numbers,
+    oldest: Numbers | None = None,
+) -> None:
     """Cut a step into pieces and say how they are combined.
 
     ``shape`` holds the step. The results are written to ``pieces``, [most pieces, PIECE_FIELDS],
-    and ``combine``, [positions, COMBINE_FIELDS], which have to be zeros.
+    and ``combine``, [positions, COMBINE_FIELDS], which have to be zeros. Blocks before ``oldest``,
+    [positions], the first position that each query sees, are left out.
     """
     tiles = _tiles(rows, shape.num_positions, tiling.tile(shape))
     _, first, end, start, num_cached = tiles.T
     own_keys = np.where(end > start, end - start, 0)
-    blocks = -(-num_cached // tiling.block_n) + -(-own_keys // tiling.block_n)
+    cached_blocks = -(-num_cached // tiling.block_n)
+    hidden = np.zeros_like(cached_blocks)
+    if oldest is not None:
+        hidden = np.minimum(np.minimum.reduceat(oldest, first) // tiling.block_n, cached_blocks)
+    blocks = cached_blocks - hidden + -(-own_keys // tiling.block_n)
     counts = _counts(blocks, tiling, tiling.wanted(shape))
     parts = counts.sum()
     tile = np.repeat(np.arange(len(tiles)), counts)
@@ -147,6 +159,7 @@ def plan(rows: Rows, shape: StepShape, tiling: Tiling, pieces: Numbers, combine:
     order = np.argsort(
         begin - stop, kind="stable"
     )  # a device that begins with the longest waits least
+    begin, stop = begin + hidden[tile], stop + hidden[tile]
     pieces[:parts] = np.column_stack([tiles[tile], begin, stop, slot])[order]
     if cut.any():
         widths = end - first

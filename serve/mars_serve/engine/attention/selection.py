@@ -5,19 +5,21 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from mars_platform.mixing.specs import AttentionSpec, Trait
 from mars_serve.engine.attention.gathered import GatheredAttention
-from mars_serve.engine.attention.interface import Attention, KeyValueShape
+from mars_serve.engine.attention.interface import Attention, group_layers
+from mars_serve.engine.attention.mixed import MixedAttention, MixedPagedAttention
 from mars_serve.engine.attention.paged import PagedAttention
 from mars_serve.engine.settings import EngineSettings
 
 _log = logging.getLogger(__name__)
 
-SERVED = frozenset[Trait]()
+SERVED = frozenset(Trait) - {Trait.LATENT}
 """Traits of attention that every backend serves."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_HEAD_DIM = 256
@@ -33,38 +35,28 @@ def choose_attention(
     *,
     num_pages: int,
     page_size: int,
-    max_masks: int,
 ) -> Attention:
     """Return a backend that reads pages in place if a kernel can, and one that gathers them if not.
 
-    ``model``, of layers with ``specs``, is on its device and in its type. A row has at most
-    ``max_masks`` masks.
+    ``model``, of layers with ``specs``, is on its device and in its type.
     """
-    shape = KeyValueShape.of(specs)
+    groups, places = group_layers(specs)
     device, dtype = model.device, model.dtype
-    reason = why_gathered(settings, device, dtype, head_dim=shape.head_dim)
+    head_dim = max(max(group.key_dim, group.value_dim) for group in groups)
+    reason = why_gathered(settings, device, dtype, head_dim=head_dim)
+    sizes: dict[str, Any] = {"num_pages": num_pages, "page_size": page_size}
+    sizes |= {"dtype": dtype, "device": device}
+    is_uniform = len(groups) == 1 and all(
+        place.is_own and place.rank == layer for layer, place in places.items()
+    )
     if reason is None:
         _log.info("attention reads pages in place")
-        return PagedAttention(
-            shape,
-            num_query_heads=specs[0].heads,
-            num_pages=num_pages,
-            page_size=page_size,
-            dtype=dtype,
-            device=device,
-        )
+        paged = [PagedAttention(group, **sizes) for group in groups]
+        return paged[0] if is_uniform else MixedPagedAttention(paged, places)
     _log.info("attention gathers pages: %s", reason)
-    return GatheredAttention(
-        shape,
-        num_query_heads=specs[0].heads,
-        num_pages=num_pages,
-        page_size=page_size,
-        max_rows=settings.max_num_seqs,
-        max_masks=max_masks,
-        dtype=dtype,
-        device=device,
-        batch_invariant=settings.batch_invariant,
-    )
+    sizes["batch_invariant"] = settings.batch_invariant
+    gathered = [GatheredAttention(group, **sizes) for group in groups]
+    return gathered[0] if is_uniform else MixedAttention(gathered, places)
 
 
 def why_gathered(

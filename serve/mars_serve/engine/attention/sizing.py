@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from transformers import PreTrainedModel
 
 from mars_platform.errors import UserError
-from mars_serve.engine.attention.interface import KeyValueShape
+from mars_platform.mixing.specs import AttentionSpec
+from mars_serve.engine.attention.interface import group_layers
 from mars_serve.engine.settings import CPU_PAGES, EngineSettings
 
 
-def num_pages(settings: EngineSettings, shape: KeyValueShape, model: PreTrainedModel) -> int:
+def elements_per_token(specs: Sequence[AttentionSpec]) -> int:
+    """Return the number of elements of a token's keys and values over all layers."""
+    return sum(group.elements_per_token for group in group_layers(specs)[0])
+
+
+def num_pages(settings: EngineSettings, token_elements: int, model: PreTrainedModel) -> int:
     """Return the number of pages that the settings give or the device's memory allows.
 
     On a GPU, pages fill the memory that is free once ``model`` is on it, within this process's
-    share of the device, as `torch.cuda.set_per_process_memory_fraction` has set it. ``shape`` is
-    the size of the model's keys and values.
+    share of the device, as `torch.cuda.set_per_process_memory_fraction` has set it. A token has
+    ``token_elements``; see `elements_per_token`.
 
     Raises:
         UserError: the memory does not hold one page.
@@ -26,7 +34,7 @@ def num_pages(settings: EngineSettings, shape: KeyValueShape, model: PreTrainedM
         return CPU_PAGES
     free = _bytes_left(model.device)
     page_size = settings.page_size_on(model.device.type)
-    page_bytes = shape.elements_per_token * page_size * model.dtype.itemsize
+    page_bytes = token_elements * page_size * model.dtype.itemsize
     fitting: int = int(free * settings.memory_fraction) // page_bytes
     if fitting < 1:
         raise UserError(

@@ -73,7 +73,7 @@ class MergedLayer(nn.Module):
         query, key, value = torch.split(
             heads, [self._num_heads, self._num_kv_heads, self._num_kv_heads], dim=1
         )
-        output = attention.attend_written(index, query, key, value, self._scaling, metadata)
+        output = attention.attend(index, query, key, value, self._scaling, metadata, is_cached=True)
         return output.flatten(1)
 
 

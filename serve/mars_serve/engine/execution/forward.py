@@ -16,6 +16,7 @@ from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.mixing.bind import ATTENTION_NAME
 from mars_platform.mixing.probe import PREFIX, Probe
 from mars_serve.engine.attention.interface import Attention
+from mars_serve.engine.attention.mixed import InPlace
 from mars_serve.engine.attention.paged import PagedAttention
 from mars_serve.engine.batch import build_batch
 from mars_serve.engine.decoder.adapter import fix_shapes, pick_rows
@@ -141,7 +142,7 @@ class ModelRunner:
             sorted(special.never_emitted), dtype=torch.long, device=model.device
         )
         self._graphed: GraphedForward | None = None  # unless attention reads pages in place
-        if isinstance(attention, PagedAttention):
+        if isinstance(attention, InPlace):
             self._graphed = GraphedForward(model, attention, self._banned)
         self._forward: Forward = self._graphed or EagerForward(model, attention)
         self.mask_token_id = mask_token_id
@@ -232,13 +233,13 @@ class ModelRunner:
 def _replace_layers(model: PreTrainedModel, attention: Attention, *, batch_invariant: bool) -> None:
     """Replace a model's layers, in place, by those that steps run."""
     model.set_attn_implementation(ATTENTION_NAME)
-    if isinstance(attention, PagedAttention):
+    if isinstance(attention, InPlace):
         fix_shapes(model)
         reason = why_unmerged(model)
-        if reason is None:
+        if reason is None and isinstance(attention, PagedAttention):
             merge_layers(model, attention)
         else:
-            _log.info("the model keeps its own layers: %s", reason)
+            _log.info("the model keeps its own layers: %s", reason or "they attend differently")
     elif model.device.type == "cpu" and not batch_invariant:
         pick_rows(model)
     pack_linears(model, timed=not batch_invariant)

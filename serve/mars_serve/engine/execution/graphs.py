@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mars_serve.engine.attention.interface import Attention
-from mars_serve.engine.attention.paged import PagedAttention
+from mars_serve.engine.attention.mixed import InPlace
 from mars_serve.engine.attention.plan import StepShape, cached_pages
 from mars_serve.engine.batch import BatchRow, StepBatch, bucket, foreseen_batch
 from mars_serve.engine.device.transfer import host_numbers, to_device
@@ -213,7 +213,7 @@ class CapturedGraphs:
 class GraphedForward:
     """Runs the model with paged attention, by a captured graph if the step fits one."""
 
-    def __init__(self, model: PreTrainedModel, attention: PagedAttention, banned: Tensor) -> None:
+    def __init__(self, model: PreTrainedModel, attention: InPlace, banned: Tensor) -> None:
         """Take a model; see `StepFunction`. ``banned``, int64 [banned], is never emitted."""
         self._device, self._attention = model.device, attention
         self._function = StepFunction(model, attention)

@@ -57,10 +57,9 @@ class _OwnDecoder:
         self._attention = attention
 
     def __call__(self, ids: Tensor, position_ids: Tensor, metadata: Any) -> Tensor:
-        with bound(_Step(self._attention, metadata)):
-            output = self._decoder(
-                input_ids=ids[None], position_ids=position_ids[None], use_cache=False
-            )
+        positions = position_ids[None]
+        with bound(_Step(self._attention, positions, metadata)):
+            output = self._decoder(input_ids=ids[None], position_ids=positions, use_cache=False)
         hidden: Tensor = output[0][0]
         return hidden
 
@@ -69,10 +68,16 @@ class _Step(NamedTuple):
     """Attention of one step, for layers of transformers."""
 
     attention: Attention
+    positions: Tensor
     metadata: Any
 
     def attend(self, call: AttentionCall) -> Tensor:
         """See `Mixing.attend`."""
-        query, key, value = (part[0].transpose(0, 1) for part in (call.query, call.key, call.value))
-        attended = self.attention.attend(call.layer, query, key, value, call.scaling, self.metadata)
+        parts = call.query_at(self.positions), call.key, call.value
+        query, key, value = (part[0].transpose(0, 1) for part in parts)
+        attended = self.attention.attend(
+            *(call.layer, query, key, value, call.scaling, self.metadata),
+            softcap=call.softcap,
+            sinks=call.sinks,
+        )
         return attended.unsqueeze(0)

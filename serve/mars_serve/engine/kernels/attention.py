@@ -20,8 +20,9 @@ from torch import Tensor
 PIECE_FIELDS = 8
 """Integers of a piece: its row in the page table; its first query and the one behind its last; the
 first position of its row; cached tokens of the row; its first block of keys and the one behind its
-last; and its slot among the partial results, or -1 if it is the only piece of its tile. A piece
-whose first query is not below its last one is padding."""
+last; and its slot among the partial results, or -1 if it is the only piece of its tile. Blocks
+before the tile's oldest visible key are in no piece. A piece whose first query is not below its
+last one is padding."""
 COMBINE_FIELDS = 3
 """Integers of a position: the first slot of its tile and their number, 0 if there is nothing to
 combine; and the position's rank in its tile."""
@@ -29,17 +30,18 @@ combine; and the position's rank in its tile."""
 SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor key_pages, Tensor value_pages, "
     "Tensor page_table, Tensor leading, Tensor own, Tensor positions, Tensor pieces, "
-    "Tensor combine, float scaling, int block_m, int block_n, int num_slots, int window=0, "
-    "Tensor? sinks=None, float key_scale=1.0, float value_scale=1.0) -> Tensor"
+    "Tensor combine, float scaling, int block_m, int block_n, int num_slots, "
+    "Tensor? oldest=None, float? softcap=None, Tensor? sinks=None, float key_scale=1.0, "
+    "float value_scale=1.0) -> Tensor"
 )
 
 
 def paged_attention_twin(
-    query: Tensor,  # [positions, heads, head_dim]
-    key: Tensor,  # [positions, kv_heads, head_dim]
-    value: Tensor,  # [positions, kv_heads, head_dim]
-    key_pages: Tensor,  # [pages, page_size, kv_heads, head_dim]
-    value_pages: Tensor,  # like key_pages
+    query: Tensor,  # [positions, heads, key_dim]
+    key: Tensor,  # [positions, kv_heads, key_dim]
+    value: Tensor,  # [positions, kv_heads, value_dim]
+    key_pages: Tensor,  # [pages, page_size, kv_heads, key_dim]
+    value_pages: Tensor,  # [pages, page_size, kv_heads, value_dim]
     page_table: Tensor,  # int64 [rows, pages of a row]
     leading: Tensor,  # int64 [positions]
     own: Tensor,  # int64 [positions]
@@ -50,7 +52,8 @@ def paged_attention_twin(
     block_m: int,
     block_n: int,
     num_slots: int,
-    window: int = 0,
+    oldest: Tensor | None = None,  # int64 [positions]
+    softcap: float | None = None,
     sinks: Tensor | None = None,  # [heads]
     key_scale: float = 1.0,
     value_scale: float = 1.0,
@@ -66,23 +69,25 @@ def paged_attention_twin(
         page_table: pages of each row's cached tokens.
         leading: see `BatchRow.visible`, as for the next.
         own: the position sees those of its row before ``leading``, and from ``own`` to itself.
-        positions: the position of each token in its text, for windows.
+        positions: the position of each token in its text, for ``oldest``.
         pieces: the work; see `PIECE_FIELDS`. Every query is in a tile.
         combine: see `COMBINE_FIELDS`.
         scaling: factor of the scores.
         block_m: queries of a tile times the query heads of a key/value head, and room for more.
         block_n: keys in a block.
         num_slots: room for partial results; 0 if each tile is one piece.
-        window: number of last tokens that a query sees, itself included; 0 for all.
+        oldest: the first position that each query sees; None for 0. No earlier cached key or value
+            is read.
+        softcap: largest size of a score; None for any.
         sinks: a further score of each head, which takes part in the softmax and has no value.
         key_scale: factor of the cached keys, for pages in 8-bit numbers.
         value_scale: factor of the cached values.
 
     Returns:
-        [positions, heads, head_dim]; 0 for queries without a visible key.
+        [positions, heads, value_dim]; 0 for queries without a visible key.
     """
     del combine, block_m, num_slots  # a tile is computed as a whole
-    output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+    output = query.new_zeros(*query.shape[:2], value.shape[-1])
     tiles = defaultdict[tuple[int, ...], list[tuple[int, int]]](list)
     for *tile, begin, stop, _ in pieces.tolist():
         tiles[tuple(tile)].append((begin, stop))
@@ -90,11 +95,13 @@ def paged_attention_twin(
     for (row, first, end, start, num_cached), ranges in tiles.items():
         if first >= end:
             continue
-        pages = page_table[row, : -(-num_cached // page_size)]
+        pages, tile = page_table[row, : -(-num_cached // page_size)], slice(first, end)
+        unread = 0 if oldest is None else min(num_cached, int(oldest[tile].min()))
         keys, values = (
             torch.cat(
                 [
-                    stored[pages].flatten(0, 1)[:num_cached].float() * scale,
+                    fresh.new_zeros(unread, *fresh.shape[1:], dtype=torch.float32),
+                    stored[pages].flatten(0, 1)[unread:num_cached].float() * scale,
                     fresh[start:end].float(),
                 ]
             )
@@ -103,15 +110,15 @@ def paged_attention_twin(
                 (value_pages, value, value_scale),
             )
         )
-        tile = slice(first, end)
         visible = _visible(leading[tile], own[tile], first - start, num_cached)
-        if window:
+        if oldest is not None:
             seen = torch.arange(num_cached, device=query.device)
-            seen = torch.cat([seen, positions[start:end]])
-            visible &= seen > positions[tile, None] - window
+            visible &= torch.cat([seen, positions[start:end]]) >= oldest[tile, None]
         visible &= _covered(ranges, num_cached, end - start, block_n).to(query.device)
         queries = query[tile].float().reshape(end - first, num_kv_heads, -1, query.shape[-1])
         scores = torch.einsum("qhgd,khd->qhgk", queries, keys) * scaling
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
         scores = scores.masked_fill(~visible[:, None, None], -torch.inf)
         weights = _softmax(scores, sinks)
         output[tile] = torch.einsum("qhgk,khd->qhgd", weights, values).flatten(1, 2).to(query.dtype)
@@ -148,8 +155,8 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     return weights[..., :-1]
 
 
-def _shape(query: Tensor, *_: object, **__: object) -> Tensor:
-    return query.new_empty(query.shape)
+def _shape(query: Tensor, _: Tensor, value: Tensor, *__: object, **___: object) -> Tensor:
+    return query.new_empty(*query.shape[:2], value.shape[-1])
 
 
 torch.library.define("marsray::paged_attention", SCHEMA)

@@ -20,7 +20,7 @@ from mars_serve.engine.kernels.attention import COMBINE_FIELDS, PIECE_FIELDS
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LARGE_MEMORY = frozenset({(8, 0), (9, 0), (10, 0), (10, 3)})
 """Compute capabilities whose blocks may take 160 KiB of shared memory or more; others have 99."""
-_UNALIGNED = ["page_table", "leading", "own", "positions", "pieces", "combine"]
+_UNALIGNED = ["page_table", "leading", "own", "positions", "pieces", "oldest", "combine"]
 """Arguments that are views of one array, at an alignment that varies with the shape of the step;
 the kernels are not compiled anew for it."""
 
@@ -63,24 +63,28 @@ def paged_attention(
     block_m: int,
     block_n: int,
     num_slots: int,
-    window: int = 0,
+    oldest: Tensor | None = None,
+    softcap: float | None = None,
     sinks: Tensor | None = None,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
     """See `mars_serve.engine.kernels.attention.paged_attention_twin`."""
-    num_positions, num_heads, head_dim = query.shape
+    (num_positions, num_heads, key_dim), value_dim = query.shape, value.shape[-1]
     page_size, num_kv_heads = key_pages.shape[1:3]
     for tensor in (query, key, value):
         assert tensor.stride(-1) == 1, "numbers of a head lie side by side"
     assert key_pages.is_contiguous()
     assert value_pages.is_contiguous()
-    per_kv, block_d = num_heads // num_kv_heads, max(16, triton.next_power_of_2(head_dim))
-    output = query.new_empty(query.shape)
-    size = (num_slots, num_kv_heads, block_m, head_dim)
+    per_kv = num_heads // num_kv_heads
+    block_k, block_v = (max(16, triton.next_power_of_2(each)) for each in (key_dim, value_dim))
+    output = query.new_empty(num_positions, num_heads, value_dim)
+    size = (num_slots, num_kv_heads, block_m, value_dim)
     partial = query.new_empty(size, dtype=torch.float32) if num_slots else output
     sums = query.new_empty(*size[:3], 2, dtype=torch.float32) if num_slots else output
-    num_warps, num_stages = launch_of(block_m, block_d, _capability(query.device))
+    launch = launch_of(block_m, max(block_k, block_v), _capability(query.device))
+    # Scores are in base 2; under the hyperbolic tangent of a soft cap, their doubles are.
+    scale = scaling * _LOG2_E.value if softcap is None else scaling / softcap * 2 * _LOG2_E.value
     attend_kernel[(len(pieces), num_kv_heads)](
         query,
         key,
@@ -95,28 +99,31 @@ def paged_attention(
         own,
         positions,
         pieces,
+        positions if oldest is None else oldest,
         output if sinks is None else sinks,
-        scaling * _LOG2_E.value,
+        scale,
+        0.0 if softcap is None else softcap * _LOG2_E.value,
         key_scale,
         value_scale,
-        window,
         page_table.stride(0),
         *query.stride()[:2],
         *key.stride()[:2],
         *value.stride()[:2],
-        key_pages.stride(0),
         FIELDS=PIECE_FIELDS,
         PAGE_SIZE=page_size,
-        HEAD_DIM=head_dim,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
         PER_KV=per_kv,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        BLOCK_D=block_d,
-        HAS_WINDOW=window > 0,
+        BLOCK_K=block_k,
+        BLOCK_V=block_v,
+        HAS_OLDEST=oldest is not None,
+        HAS_SOFTCAP=softcap is not None,
         HAS_SINKS=sinks is not None,
         HAS_SCALES=key_scale != 1.0 or value_scale != 1.0,
-        num_warps=num_warps,
-        num_stages=num_stages,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
         enable_fp_fusion=True,  # by default it depends on Triton's version
     )
     if num_slots:
@@ -126,11 +133,11 @@ def paged_attention(
             sums,
             combine,
             FIELDS=COMBINE_FIELDS,
-            HEAD_DIM=head_dim,
+            HEAD_DIM=value_dim,
             PER_KV=per_kv,
             BLOCK_M=block_m,
-            BLOCK_D=block_d,
-            BLOCK_S=min(16, 4096 // block_d),
+            BLOCK_D=block_v,
+            BLOCK_S=min(16, 4096 // block_v),
             num_warps=4,
             enable_fp_fusion=True,
         )
@@ -142,7 +149,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
-@triton.jit(do_not_specialize=["window", "table_stride"], do_not_specialize_on_alignment=_UNALIGNED)
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_UNALIGNED)
 def attend_kernel(
     query: tl.tensor,
     key: tl.tensor,
@@ -157,11 +164,12 @@ def attend_kernel(
     own: tl.tensor,
     positions: tl.tensor,
     pieces: tl.tensor,
+    oldest: tl.tensor,
     sinks: tl.tensor,
     scale: tl.tensor,
+    cap: tl.tensor,
     key_scale: tl.tensor,
     value_scale: tl.tensor,
-    window: tl.tensor,
     table_stride: tl.tensor,
     query_stride: tl.tensor,
     query_head_stride: tl.tensor,
@@ -169,15 +177,17 @@ def attend_kernel(
     key_head_stride: tl.tensor,
     value_stride: tl.tensor,
     value_head_stride: tl.tensor,
-    page_stride: tl.tensor,
     FIELDS: tl.constexpr,  # noqa: N803
     PAGE_SIZE: tl.constexpr,  # noqa: N803
-    HEAD_DIM: tl.constexpr,  # noqa: N803
+    KEY_DIM: tl.constexpr,  # noqa: N803
+    VALUE_DIM: tl.constexpr,  # noqa: N803
     PER_KV: tl.constexpr,  # noqa: N803
     BLOCK_M: tl.constexpr,  # noqa: N803
     BLOCK_N: tl.constexpr,  # noqa: N803
-    BLOCK_D: tl.constexpr,  # noqa: N803
-    HAS_WINDOW: tl.constexpr,  # noqa: N803
+    BLOCK_K: tl.constexpr,  # noqa: N803
+    BLOCK_V: tl.constexpr,  # noqa: N803
+    HAS_OLDEST: tl.constexpr,  # noqa: N803
+    HAS_SOFTCAP: tl.constexpr,  # noqa: N803
     HAS_SINKS: tl.constexpr,  # noqa: N803
     HAS_SCALES: tl.constexpr,  # noqa: N803
 ) -> None:
@@ -193,51 +203,55 @@ def attend_kernel(
     begin, stop = tl.load(piece + 5).to(tl.int32), tl.load(piece + 6).to(tl.int32)
     slot = tl.load(piece + 7)
 
-    lane, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    lane, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
     position = first + lane // PER_KV
     head = kv_head * PER_KV + lane % PER_KV
     inside = (lane < BLOCK_M // PER_KV * PER_KV) & (position < end)
     at = position.to(tl.int64) * query_stride + head * query_head_stride
-    mask = inside[:, None] & (column < HEAD_DIM)[None, :]
+    mask = inside[:, None] & (column < KEY_DIM)[None, :]
     queries = tl.load(query + at[:, None] + column[None, :], mask=mask, other=0.0)
     lead = tl.load(leading + position, mask=inside, other=0).to(tl.int32)
     since = tl.load(own + position, mask=inside, other=0).to(tl.int32)
-    oldest = position * 0  # the first position that each query sees
-    if HAS_WINDOW:
-        oldest = tl.load(positions + position, mask=inside, other=2**30).to(tl.int32) - window + 1
+    since_first = position * 0  # the first position that each query sees
+    cached_blocks = tl.cdiv(num_cached, BLOCK_N)
+    first_block = 0
+    if HAS_OLDEST:
+        since_first = tl.load(oldest + position, mask=inside, other=2**30).to(tl.int32)
+        first_block = tl.minimum(tl.min(since_first, axis=0) // BLOCK_N, cached_blocks)
 
-    total = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    total = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
     weight = tl.zeros([BLOCK_M], dtype=tl.float32)
     largest = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
     if HAS_SINKS:
         sink = tl.load(sinks + head, mask=inside, other=0.0).to(tl.float32) * _LOG2_E
-        largest = tl.where(begin == 0, sink, largest)  # in the tile's first piece
-        weight = tl.where(begin == 0, 1.0, weight)
+        largest = tl.where(begin == first_block, sink, largest)  # in the tile's first piece
+        weight = tl.where(begin == first_block, 1.0, weight)
 
-    heads_stride = num_kv_heads * HEAD_DIM
-    cached_blocks = tl.cdiv(num_cached, BLOCK_N)
     total, weight, largest = _attend_cached(
         queries,
-        key_pages + kv_head * HEAD_DIM,
-        value_pages + kv_head * HEAD_DIM,
+        key_pages + kv_head * KEY_DIM,
+        value_pages + kv_head * VALUE_DIM,
         table,
-        page_stride,
-        heads_stride,
+        num_kv_heads,
         begin,
         tl.minimum(stop, cached_blocks),
         num_cached,
-        oldest,
+        since_first,
         scale,
+        cap,
         key_scale,
         value_scale,
         total,
         weight,
         largest,
         PAGE_SIZE,
-        HEAD_DIM,
+        KEY_DIM,
+        VALUE_DIM,
         BLOCK_N,
-        BLOCK_D,
-        HAS_WINDOW,
+        BLOCK_K,
+        BLOCK_V,
+        HAS_OLDEST,
+        HAS_SOFTCAP,
         HAS_SCALES,
     )
     total, weight, largest = _attend_own(
@@ -253,23 +267,29 @@ def attend_kernel(
         position - start,
         lead,
         since,
-        oldest,
+        since_first,
         scale,
+        cap,
         total,
         weight,
         largest,
-        HEAD_DIM,
+        KEY_DIM,
+        VALUE_DIM,
         BLOCK_N,
-        BLOCK_D,
-        HAS_WINDOW,
+        BLOCK_K,
+        BLOCK_V,
+        HAS_OLDEST,
+        HAS_SOFTCAP,
     )
+    column = tl.arange(0, BLOCK_V)
+    mask = inside[:, None] & (column < VALUE_DIM)[None, :]
     if slot < 0:
         total = total / tl.where(weight == 0.0, 1.0, weight)[:, None]
-        at = (position.to(tl.int64) * num_kv_heads * PER_KV + head) * HEAD_DIM
+        at = (position.to(tl.int64) * num_kv_heads * PER_KV + head) * VALUE_DIM
         tl.store(output + at[:, None] + column[None, :], total.to(queries.dtype), mask=mask)
     else:
         at = (slot * num_kv_heads + kv_head) * BLOCK_M + lane
-        tl.store(partial + at[:, None] * HEAD_DIM + column[None, :], total, mask=mask)
+        tl.store(partial + at[:, None] * VALUE_DIM + column[None, :], total, mask=mask)
         tl.store(sums + at * 2, largest, mask=inside)
         tl.store(sums + at * 2 + 1, weight, mask=inside)
 
@@ -280,47 +300,54 @@ def _attend_cached(
     key_pages: tl.tensor,
     value_pages: tl.tensor,
     table: tl.tensor,
-    page_stride: tl.tensor,
-    token_stride: tl.tensor,
+    num_kv_heads: tl.tensor,
     begin: tl.tensor,
     stop: tl.tensor,
     num_cached: tl.tensor,
     oldest: tl.tensor,
     scale: tl.tensor,
+    cap: tl.tensor,
     key_scale: tl.tensor,
     value_scale: tl.tensor,
     total: tl.tensor,
     weight: tl.tensor,
     largest: tl.tensor,
     PAGE_SIZE: tl.constexpr,  # noqa: N803
-    HEAD_DIM: tl.constexpr,  # noqa: N803
+    KEY_DIM: tl.constexpr,  # noqa: N803
+    VALUE_DIM: tl.constexpr,  # noqa: N803
     BLOCK_N: tl.constexpr,  # noqa: N803
-    BLOCK_D: tl.constexpr,  # noqa: N803
-    HAS_WINDOW: tl.constexpr,  # noqa: N803
+    BLOCK_K: tl.constexpr,  # noqa: N803
+    BLOCK_V: tl.constexpr,  # noqa: N803
+    HAS_OLDEST: tl.constexpr,  # noqa: N803
+    HAS_SOFTCAP: tl.constexpr,  # noqa: N803
     HAS_SCALES: tl.constexpr,  # noqa: N803
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Attend to blocks of cached keys, all of which are visible but for a window."""
-    column, rest = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
-    if HAS_WINDOW:
-        begin = tl.maximum(begin, tl.min(oldest, axis=0) // BLOCK_N)
+    """Attend to blocks of cached keys, all of which are visible but for the oldest.
+
+    Those that no query sees are not read: their pages may hold anything.
+    """
+    rest = tl.arange(0, BLOCK_N)
+    least, page_heads = tl.min(oldest, axis=0), PAGE_SIZE * num_kv_heads
     if HAS_SCALES:
         scale *= key_scale
     for block in range(begin, stop):
         index = block * BLOCK_N + rest
         live = index < num_cached
+        if HAS_OLDEST:
+            live = live & (index >= least)
         if PAGE_SIZE % BLOCK_N == 0:  # the block lies in one page
             page = tl.load(table + block * BLOCK_N // PAGE_SIZE)
-            place = page * page_stride + (block * BLOCK_N % PAGE_SIZE + rest) * token_stride
+            place = page * page_heads + (block * BLOCK_N % PAGE_SIZE + rest) * num_kv_heads
         else:
             page = tl.load(table + index // PAGE_SIZE, mask=live, other=0)
-            place = page * page_stride + index % PAGE_SIZE * token_stride
+            place = page * page_heads + index % PAGE_SIZE * num_kv_heads
         visible = live[None, :]
-        if HAS_WINDOW:
+        if HAS_OLDEST:
             visible = visible & (index[None, :] >= oldest[:, None])
-        keys = _load(key_pages, place, column, live, HEAD_DIM, BLOCK_D)
-        values = _load(value_pages, place, column, live, HEAD_DIM, BLOCK_D)
+        keys = _load(key_pages, place * KEY_DIM, live, KEY_DIM, BLOCK_K)
+        values = _load(value_pages, place * VALUE_DIM, live, VALUE_DIM, BLOCK_V)
         total, weight, largest = _update(
-            queries, keys, values, visible, scale, total, weight, largest
+            queries, keys, values, visible, scale, cap, total, weight, largest, HAS_SOFTCAP
         )
     if HAS_SCALES:
         total *= value_scale
@@ -343,28 +370,32 @@ def _attend_own(
     since: tl.tensor,
     oldest: tl.tensor,
     scale: tl.tensor,
+    cap: tl.tensor,
     total: tl.tensor,
     weight: tl.tensor,
     largest: tl.tensor,
-    HEAD_DIM: tl.constexpr,  # noqa: N803
+    KEY_DIM: tl.constexpr,  # noqa: N803
+    VALUE_DIM: tl.constexpr,  # noqa: N803
     BLOCK_N: tl.constexpr,  # noqa: N803
-    BLOCK_D: tl.constexpr,  # noqa: N803
-    HAS_WINDOW: tl.constexpr,  # noqa: N803
+    BLOCK_K: tl.constexpr,  # noqa: N803
+    BLOCK_V: tl.constexpr,  # noqa: N803
+    HAS_OLDEST: tl.constexpr,  # noqa: N803
+    HAS_SOFTCAP: tl.constexpr,  # noqa: N803
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Attend to blocks of the row's own keys; see `BatchRow.visible`."""
-    column, rest = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    rest = tl.arange(0, BLOCK_N)
     for block in range(begin, stop):
         index = block * BLOCK_N + rest
         live = index < num_keys
         before, after = index[None, :] < lead[:, None], index[None, :] >= since[:, None]
         visible = before | (after & (index[None, :] <= offset[:, None]))
-        if HAS_WINDOW:
+        if HAS_OLDEST:
             where = tl.load(positions + index, mask=live, other=0).to(tl.int32)
             visible = visible & (where[None, :] >= oldest[:, None])
-        keys = _load(key, index.to(tl.int64) * key_stride, column, live, HEAD_DIM, BLOCK_D)
-        values = _load(value, index.to(tl.int64) * value_stride, column, live, HEAD_DIM, BLOCK_D)
+        keys = _load(key, index.to(tl.int64) * key_stride, live, KEY_DIM, BLOCK_K)
+        values = _load(value, index.to(tl.int64) * value_stride, live, VALUE_DIM, BLOCK_V)
         total, weight, largest = _update(
-            queries, keys, values, visible, scale, total, weight, largest
+            queries, keys, values, visible, scale, cap, total, weight, largest, HAS_SOFTCAP
         )
     return total, weight, largest
 
@@ -373,12 +404,12 @@ def _attend_own(
 def _load(
     base: tl.tensor,
     place: tl.tensor,
-    column: tl.tensor,
     live: tl.tensor,
     HEAD_DIM: tl.constexpr,  # noqa: N803
     BLOCK_D: tl.constexpr,  # noqa: N803
 ) -> tl.tensor:
-    """Load a block of keys or values; those beyond the last are 0, whatever the memory holds."""
+    """Load a block of keys or values; those not live are 0, whatever the memory holds."""
+    column = tl.arange(0, BLOCK_D)
     mask = live[:, None]
     if HEAD_DIM != BLOCK_D:
         mask = mask & (column < HEAD_DIM)[None, :]
@@ -392,12 +423,16 @@ def _update(
     values: tl.tensor,
     visible: tl.tensor,
     scale: tl.tensor,
+    cap: tl.tensor,
     total: tl.tensor,
     weight: tl.tensor,
     largest: tl.tensor,
+    HAS_SOFTCAP: tl.constexpr,  # noqa: N803
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Add a block of keys to the sums of values and weights, relative to the largest score."""
     scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee") * scale
+    if HAS_SOFTCAP:
+        scores = cap - 2.0 * cap / (1.0 + tl.exp2(scores))  # cap times the hyperbolic tangent
     scores = tl.where(visible, scores, -float("inf"))
     new = tl.maximum(largest, tl.max(scores, axis=1))
     base = tl.where(new == -float("inf"), 0.0, new)  # no query's first keys may all be hidden

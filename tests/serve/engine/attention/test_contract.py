@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decoding.attention_steps import AttentionStep, RowShape
+from decoding.attention_steps import SCALING, AttentionStep, RowShape
 from decoding.engine_requests import make_request
 from decoding.engines import Engines, Models, oracle, paged_attention, passes_of, run
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.method.mode import Mode
 from mars_serve.engine.attention.gathered import GatheredAttention
-from mars_serve.engine.attention.interface import Attention, KeyValueShape
+from mars_serve.engine.attention.interface import Attention, group_layers
+from mars_serve.engine.attention.mixed import MixedAttention
 from mars_serve.engine.attention.paged import PagedAttention
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import Request
@@ -38,16 +39,16 @@ def attention_of(
     """A backend for an engine's model."""
     if backend.startswith("paged"):
         attention = paged_attention(model, specs, **sizes)
-        return cut(attention) if backend == "paged in pieces" else attention
-    return GatheredAttention(
-        KeyValueShape.of(specs),
-        num_query_heads=specs[0].heads,
-        max_rows=6,
-        dtype=model.dtype,
-        device=model.device,
-        batch_invariant=backend == "batch-invariant",
-        **sizes,
-    )
+        if backend == "paged in pieces":
+            for each in getattr(attention, "backends", [attention]):
+                cut(each)
+        return attention
+    groups, places = group_layers(specs)
+    options: Any = {"dtype": model.dtype, "device": model.device, **sizes}
+    options["batch_invariant"] = backend == "batch-invariant"
+    backends = [GatheredAttention(group, **options) for group in groups]
+    is_uniform = len(groups) == 1 and all(place.is_own for place in places.values())
+    return backends[0] if is_uniform else MixedAttention(backends, places)
 
 
 def cut(attention: PagedAttention) -> PagedAttention:
@@ -132,22 +133,14 @@ def test_masks_leave_no_keys_or_values(
 
 def attend(backend: str, step: AttentionStep) -> tuple[Tensor, Any]:
     """Result of a step's own positions, and the backend, over the step's pages."""
-    sizes = {
-        "num_query_heads": 8,
-        "num_pages": step.num_pages,
-        "page_size": step.page_size,
-        **step.types,
-    }
-    shape = KeyValueShape(num_layers=1, num_heads=2, head_dim=64)
+    sizes = {"num_pages": step.num_pages, "page_size": step.page_size, **step.types}
     attention: Any
     if backend.startswith("paged"):
-        attention = PagedAttention(shape, **sizes)
+        attention = PagedAttention(step.group, **sizes)
         attention = cut(attention) if backend == "paged in pieces" else attention
     else:
         is_invariant = backend == "batch-invariant"
-        attention = GatheredAttention(
-            shape, max_rows=6, max_masks=20, batch_invariant=is_invariant, **sizes
-        )
+        attention = GatheredAttention(step.group, batch_invariant=is_invariant, **sizes)
     return step.attend(attention, cached_of(attention)), attention
 
 
@@ -173,6 +166,56 @@ def test_a_step_equals_dense_attention(rows: list[RowShape], backend: str) -> No
             assert part[0, row.pages].flatten(0, 1)[row.num_cached : end].equal(fresh[fed])
 
 
+RAGGED: list[RowShape] = [(40, 1, (3,)), (9, 3, (2, 0, 2)), (0, 30, (1,)), (33, 1, (0,))]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"window": 1},
+        {"window": 6, "num_kv_heads": 8},
+        {"chunk": 12},
+        {"softcap": 0.4},
+        {"has_sinks": True},
+        {"value_dim": 24},
+        {"value_dim": 80},
+        {"window": 11, "softcap": 0.4, "has_sinks": True, "value_dim": 24, "num_heads": 6},
+    ],
+    ids=str,
+)
+def test_other_kinds_of_attention_equal_dense_attention(kind: Any, backend: str) -> None:
+    """Pages before all that a row sees hold NaN."""
+    step = AttentionStep(RAGGED, torch.device("cpu"), **kind)
+    for row in step.batch.rows:
+        step.hide(row)
+    output, _ = attend(backend, step)
+    torch.testing.assert_close(output, step.expected())
+
+
+@pytest.mark.parametrize("kind", [{}, {"window": 6}, {"softcap": 0.4, "has_sinks": True}], ids=str)
+def test_no_bit_depends_on_the_cut_of_a_prompt(kind: Any) -> None:
+    outputs = []
+    for rows in ([(0, 61, (0,))], [(0, 50, (0,)), (50, 11, (0,))], [(0, 60, (0,)), (60, 1, (0,))]):
+        step = AttentionStep([(0, 61, (0,))], torch.device("cpu"), **kind)
+        attention = attend("batch-invariant", step)[1]
+        found = []
+        for num_cached, tokens, masks in rows:
+            part = AttentionStep([(num_cached, tokens, masks)], torch.device("cpu"), **kind)
+            part.batch.rows[0].pages = step.batch.rows[0].pages
+            own = slice(num_cached, num_cached + len(part.batch.ids))  # padding is another's
+            metadata = attention.prepare(part.batch)
+            output = attention.attend(
+                *(0, step.query[own], step.key[own], step.value[own], SCALING, metadata),
+                softcap=step.softcap,
+                sinks=step.sinks,
+            )
+            found.append(output[:tokens])
+        outputs.append(torch.cat(found))
+    assert outputs[0].equal(outputs[1])
+    assert outputs[0].equal(outputs[2])
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("bad", range(4))
 def test_no_row_attends_to_its_neighbours(bad: int, backend: str) -> None:
@@ -182,7 +225,8 @@ def test_no_row_attends_to_its_neighbours(bad: int, backend: str) -> None:
     own = slice(row.start, row.start + row.length)
     for part in (step.query, step.key, step.value):
         part[own] = torch.nan
-    step.pages[:, row.pages] = torch.nan
+    for part in step.pages:
+        part[row.pages] = torch.nan
     output, attention = attend(backend, step)
     assert output[own].isnan().all()
     assert output.isnan().any(-1).any(-1).sum() == row.length

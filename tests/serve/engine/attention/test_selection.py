@@ -13,14 +13,14 @@ from decoding.engine_requests import make_request, make_row
 from decoding.engines import Models
 from mars_platform.mixing.specs import AttentionSpec
 from mars_serve.engine.attention.gathered import GatheredAttention
-from mars_serve.engine.attention.interface import KeyValueShape
+from mars_serve.engine.attention.interface import LayerGroup
 from mars_serve.engine.attention.paged import PagedAttention
 from mars_serve.engine.attention.selection import choose_attention, refusal, why_gathered
 from mars_serve.engine.batch import build_batch
 from mars_serve.engine.settings import EngineSettings
 
 MASK, PAGE = 3, 64
-SHAPE = KeyValueShape(num_layers=1, num_heads=2, head_dim=64)
+GROUP = LayerGroup(num_layers=1, heads=8, kv_heads=2, key_dim=64, value_dim=64)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,6 @@ def test_pages_are_gathered_if_no_kernel_reads_them(
             EngineSettings(**settings),
             num_pages=4,
             page_size=16,
-            max_masks=2,
         )
     assert isinstance(attention, GatheredAttention)
     assert words in caplog.text
@@ -76,8 +75,7 @@ def device() -> torch.device:
 
 def paged_on(device: torch.device, num_pages: int) -> PagedAttention:
     return PagedAttention(
-        SHAPE,
-        num_query_heads=8,
+        GROUP,
         num_pages=num_pages,
         page_size=PAGE,
         dtype=torch.bfloat16,
@@ -101,9 +99,7 @@ def test_both_backends_agree_on_a_gpu(device: torch.device) -> None:
     torch.manual_seed(0)
     types = {"dtype": torch.bfloat16, "device": device}
     paged = paged_on(device, num_pages=16)
-    gathered = GatheredAttention(
-        SHAPE, num_query_heads=8, num_pages=16, page_size=PAGE, max_rows=2, max_masks=4, **types
-    )
+    gathered = GatheredAttention(GROUP, num_pages=16, page_size=PAGE, **types)
     for begin, length, masks in [(0, 300, 0), (300, 5, 4), (305, 1, 2)]:
         rows = [
             make_row(

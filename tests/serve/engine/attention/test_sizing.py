@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from mars_platform.errors import UserError
-from mars_serve.engine.attention.interface import KeyValueShape
 from mars_serve.engine.attention.sizing import num_pages
 from mars_serve.engine.settings import EngineSettings
 
 GIB = 2**30
 MODEL = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
 SETTINGS = EngineSettings(page_size=256, memory_fraction=0.5)
+TOKEN_ELEMENTS = 28 * 2 * 4 * 128
 
 
 @pytest.fixture
@@ -28,11 +28,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch):
     return give
 
 
-@pytest.fixture
-def shape() -> KeyValueShape:
-    return KeyValueShape(num_layers=28, num_heads=4, head_dim=128)
-
-
 @pytest.mark.parametrize(
     ("free", "share", "reserved", "left"),
     [
@@ -41,15 +36,13 @@ def shape() -> KeyValueShape:
         (10, 0.5, 16, 10),  # others have taken more than their part
     ],
 )
-def test_pages_take_a_share_of_what_is_left_of_the_replicas_part(
-    gpu, shape, free, share, reserved, left
-):
+def test_pages_take_a_share_of_what_is_left_of_the_replicas_part(gpu, free, share, reserved, left):
     gpu(free, share, reserved)
-    page_bytes = shape.elements_per_token * 256 * 2
-    assert num_pages(SETTINGS, shape, MODEL) == left * GIB // 2 // page_bytes
+    page_bytes = TOKEN_ELEMENTS * 256 * 2
+    assert num_pages(SETTINGS, TOKEN_ELEMENTS, MODEL) == left * GIB // 2 // page_bytes
 
 
-def test_weights_that_leave_no_page_are_refused(gpu, shape):
+def test_weights_that_leave_no_page_are_refused(gpu):
     gpu(free=64, share=0.25, reserved=20)
     with pytest.raises(UserError, match=r"0 MiB are left beside the weights, .* share of one"):
-        num_pages(SETTINGS, shape, MODEL)
+        num_pages(SETTINGS, TOKEN_ELEMENTS, MODEL)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from decoding.adapters import with_adapter, write_adapter
 from decoding.engines import Engines, oracle, paged_attention, passes_of, run
+from decoding.families import build_family
 from decoding.tiny_models import build_model
 from mars_platform.checkpoint.adapted import load_weights, read_model
 from mars_platform.checkpoint.adapter.layers import GatedLinear
@@ -110,6 +111,15 @@ def check_requests(engine: Engine, adapted: PreTrainedModel, requests: list[Requ
             assert [[token] for tokens in own for token in tokens] == expected
         several += sum(len(tokens) > 1 for tokens in own)
     return several
+
+
+@pytest.mark.parametrize("kind", ["gathered", "graphs"])
+@pytest.mark.parametrize("family", ["gemma4_text", "gpt_oss"])
+def test_an_adapter_acts_in_layers_that_attend_in_different_ways(
+    engine_of: Callable[..., Engine], family: str, kind: str
+) -> None:
+    adapted = with_adapter(build_family(family, vocab_size=32, initializer_range=0.4))
+    check_requests(engine_of(adapted, kind), adapted, requests_of(count=8))
 
 
 @pytest.mark.parametrize("kind", KINDS)
