@@ -101,6 +101,8 @@ class Engine:
         """Elements of a token's keys and values over all layers."""
         self.num_pages = num_pages(settings, self.token_elements, weights)
         probe.require(SERVED, self.max_length)
+        self.specs = [spec.within(self.max_length) for spec in probe.specs]
+        """Attention of each layer, without windows that no text is long enough for."""
         vocabulary = weights.get_output_embeddings().out_features
         check_mask(checkpoint, vocabulary)
         self._drafting = DraftSources(settings.num_lookup_drafts, self.window)
@@ -117,7 +119,7 @@ class Engine:
         )
         self.attention = attention_of(
             weights,
-            [spec.within(self.max_length) for spec in probe.specs],
+            self.specs,
             settings,
             num_pages=self.num_pages,
             page_size=self.page_size,

@@ -24,9 +24,11 @@ from mars_platform.checkpoint.directory import (
 )
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.checkpoint.metadata import MarsMetadata
+from mars_platform.errors import UserError
 from mars_platform.method import reference
 from mars_platform.method.mode import Confidence
 from mars_platform.method.rules import confidence
+from mars_platform.mixing.specs import AttentionSpec
 from mars_serve.measure.calibration import collect as collection
 from mars_serve.measure.calibration import observe as observing
 from mars_serve.measure.calibration.collect import measure_calibration
@@ -226,3 +228,12 @@ def test_a_calibration_can_be_left_out_and_new_metadata_drops_it(model_dir: Path
     assert checkpoint.calibration is not None
     assert read_checkpoint(model_dir, with_calibration=False).calibration is None
     assert checkpoint.with_metadata(checkpoint.metadata).calibration is None
+
+
+@pytest.mark.parametrize("reach", ["window", "chunk"])
+def test_texts_longer_than_a_layer_sees_are_refused(reach: str) -> None:
+    full = AttentionSpec(layer=0, heads=2, kv_heads=2, key_dim=8, value_dim=8)
+    texts = [Continuation(PROMPT, (1,)), Continuation(PROMPT, (1, 1))]
+    collection.check_reach([full, replace(full, layer=1, **{reach: len(PROMPT) + 2})], texts)
+    with pytest.raises(UserError, match=f"data: .* of at most {len(PROMPT) + 1} tokens"):
+        collection.check_reach([full, replace(full, layer=1, **{reach: len(PROMPT) + 1})], texts)

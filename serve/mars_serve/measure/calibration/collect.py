@@ -25,6 +25,7 @@ from mars_platform.checkpoint.translations import fit_translation
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Confidence
 from mars_platform.method.translation import Translation
+from mars_platform.mixing.specs import AttentionSpec
 from mars_serve.measure.calibration.observe import (
     OTHERS,
     Continuation,
@@ -92,7 +93,8 @@ def measure_calibration(
         on_progress: told of the progress of each phase.
 
     Raises:
-        UserError: the weights cannot be loaded, or all items fall into one half.
+        UserError: the weights cannot be loaded, all items fall into one half, or a text is longer
+            than a layer sees.
     """
     check_halves(items)
     engine = evaluation_engine(
@@ -110,10 +112,11 @@ def measure_calibration(
         max_tokens=max_tokens,
         on_progress=lambda done, quality: on_progress(_TITLE_DECODE, done, len(items), quality),
     )
-    del engine  # frees its model before the next one is loaded
     texts = [
         Continuation(item.prompt, each.tokens) for item, each in zip(items, decoded, strict=True)
     ]
+    check_reach(engine.specs, texts)
+    del engine  # frees its model before the next one is loaded
     cursors = choose_cursors(texts, max_cursors)
     # An ordinary forward pass needs another model: the engine changed the layers of its own.
     model = load_weights(checkpoint, dtype=dtype).to(device)
@@ -123,6 +126,22 @@ def measure_calibration(
         on_progress(_TITLE_OBSERVE, num_done, len(texts))
     fitting, checking = (Observations.joined(halves[half]) for half in (True, False))
     return fit(checkpoint, fitting, checking, len(items))
+
+
+def check_reach(specs: Iterable[AttentionSpec], texts: Iterable[Continuation]) -> None:
+    """Refuse texts that are longer than a layer sees: `observe` gives all layers one mask.
+
+    Raises:
+        UserError: a layer has a window or a chunk that is shorter than a text.
+    """
+    longest = max(len(text.prompt) + len(text.output) for text in texts)
+    reaches = [reach for spec in specs for reach in (spec.window, spec.chunk) if reach is not None]
+    if min(reaches, default=longest) < longest:
+        raise UserError(
+            f"data: a conversation has {longest} tokens with its answer, and layers of the model "
+            f"see {min(reaches)} at most, which calibration does not take into account; give "
+            f"conversations of at most {min(reaches)} tokens, or lower --max-tokens"
+        )
 
 
 def check_halves(items: Iterable[EvalItem]) -> None:
