@@ -24,7 +24,7 @@ _PRIVATE = re.compile(
     r"torch\.(?:_dynamo|_inductor|compiler|library|nn\.attention|distributed\.fsdp|cuda\.graphs)"
     r"[\w.]*\.(\w+)|from torch\.(?:_\w+|nn\.attention|distributed\.fsdp)[\w.]* import ([^#\n]+)"
 )
-_KNOWN = {"patch", "flex_attention", "BlockMask", "exc", "FSDPModule"}
+_KNOWN = {"patch", "flex_attention", "AuxRequest", "BlockMask", "exc", "FSDPModule"}
 """Names of modules, of classes without parameters of their own, and of methods in the list."""
 
 
