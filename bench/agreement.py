@@ -36,6 +36,7 @@ from mars_platform.statistics import ratio_of_totals
 from mars_serve.engine.decoding_options import Sampling
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.sampling.noise import gumbel_noise
+from mars_serve.measure.calibration.collect import check_reach
 from mars_serve.measure.evaluation.decoding import (
     DecodedItem,
     DecodingSetting,
@@ -242,6 +243,8 @@ def measure(
     for temperature in TEMPERATURES:
         setting = DecodingSetting(Mode.AR, 1.0, sampling=Sampling(temperature=temperature))
         outputs = run_setting(whole, items, setting, max_tokens=max_tokens)
+        pairs = zip(items, outputs, strict=True)
+        check_reach(whole.specs, max(len(item.prompt) + len(out.tokens) for item, out in pairs))
         found = drafting(checkpoint, model, items, outputs, temperature)
         agreement.append({"temperature": temperature, **found})
     del whole

@@ -103,7 +103,9 @@ def rollout(value: str) -> dict[str, Any]:
 def two_workers() -> dict[str, Any]:
     """Return the patch for two replicas at any load, so that a loss leaves one."""
     generated = yaml.safe_load((ROOT / SERVICE / "serve-config.yaml").read_text(encoding="utf-8"))
-    config = generated["spec"]["serveConfigV2"].replace("min_replicas: 1", "min_replicas: 2")
+    text = generated["spec"]["serveConfigV2"]
+    assert text.count("min_replicas: 1") == 1
+    config = text.replace("min_replicas: 1", "min_replicas: 2")
     values = {
         "/spec/serveConfigV2": config,
         f"{_WORKERS}/replicas": 2,

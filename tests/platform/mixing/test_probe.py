@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from decoding.families import LATENT
 from decoding.tiny_models import build_model
 from mars_platform.errors import UserError
 from mars_platform.mixing import probe as probe_module
@@ -28,15 +29,7 @@ EXPERTS = {
     "topk_group": 1,
     "moe_intermediate_size": 32,
 }
-LATENT = {
-    **EXPERTS,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-}
+EXPERTS_AND_LATENT = {**EXPERTS, **LATENT}
 EXPANDED = {"heads": 4, "kv_heads": 4, "key_dim": 16, "value_dim": 8}
 LAYERS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "llama": ({}, [PLAIN, PLAIN]),
@@ -72,8 +65,8 @@ LAYERS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         },
         [{**PLAIN, "chunk": 8}, {**PLAIN, "temperature": (4.0, 0.5)}],
     ),
-    "deepseek_v2": (LATENT, [EXPANDED, EXPANDED]),
-    "deepseek_v3": (LATENT, [EXPANDED, EXPANDED]),
+    "deepseek_v2": (EXPERTS_AND_LATENT, [EXPANDED, EXPANDED]),
+    "deepseek_v3": (EXPERTS_AND_LATENT, [EXPANDED, EXPANDED]),
 }
 
 

@@ -233,7 +233,6 @@ def test_a_calibration_can_be_left_out_and_new_metadata_drops_it(model_dir: Path
 @pytest.mark.parametrize("reach", ["window", "chunk"])
 def test_texts_longer_than_a_layer_sees_are_refused(reach: str) -> None:
     full = AttentionSpec(layer=0, heads=2, kv_heads=2, key_dim=8, value_dim=8)
-    texts = [Continuation(PROMPT, (1,)), Continuation(PROMPT, (1, 1))]
-    collection.check_reach([full, replace(full, layer=1, **{reach: len(PROMPT) + 2})], texts)
-    with pytest.raises(UserError, match=f"data: .* of at most {len(PROMPT) + 1} tokens"):
-        collection.check_reach([full, replace(full, layer=1, **{reach: len(PROMPT) + 1})], texts)
+    collection.check_reach([full, replace(full, layer=1, **{reach: 12})], 12)
+    with pytest.raises(UserError, match=r"data: .* 13 tokens .* of at most 12 tokens"):
+        collection.check_reach([full, replace(full, layer=1, **{reach: 12})], 13)

@@ -20,7 +20,7 @@ granitemoeshared helium hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder j
 minimax_m2 olmo persimmon phimoe sarvam_moe solar_open stablelm
 """
 _SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
-_LATENT = {
+LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
@@ -58,7 +58,7 @@ MIXED: dict[str, dict[str, Any]] = {
 """Families whose layers attend in other ways, with settings by which that shows in short texts."""
 _MORE = {
     **dict.fromkeys(("exaone4", "olmo3"), _SLIDING),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), _LATENT),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), LATENT),
 }
 KNOWN = sorted({*_KNOWN.split(), *MIXED})
 OTHERS = [*_OTHERS.split(), *_MORE]

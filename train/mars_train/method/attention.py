@@ -215,7 +215,7 @@ class StoredStream:
 
 @dataclass(eq=False)
 class LayerMask:
-    """What a model hands its layers as their attention mask."""
+    """Stands for the attention mask that a model hands its layers."""
 
     visible: Tensor | BlockMask
     positions: Tensor | None = None

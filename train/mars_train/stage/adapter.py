@@ -38,7 +38,8 @@ def add_adapter(
     if not is_new:  # the model was trained with masks, so its own row is the best start
         embedding = model.get_input_embeddings()
         with torch.no_grad():
-            embedding.mask_row.copy_(embedding.base_layer(torch.tensor(mask_token_id)))
+            mask = torch.tensor(mask_token_id, device=embedding.mask_row.device)
+            embedding.mask_row.copy_(embedding.base_layer(mask))
     metadata = AdapterMetadata(
         block_size=block_size, mask_token_id=mask_token_id, provenance=provenance, base=identity
     )

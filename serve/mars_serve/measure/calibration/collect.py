@@ -115,7 +115,7 @@ def measure_calibration(
     texts = [
         Continuation(item.prompt, each.tokens) for item, each in zip(items, decoded, strict=True)
     ]
-    check_reach(engine.specs, texts)
+    check_reach(engine.specs, max(len(text.prompt) + len(text.output) for text in texts))
     del engine  # frees its model before the next one is loaded
     cursors = choose_cursors(texts, max_cursors)
     # An ordinary forward pass needs another model: the engine changed the layers of its own.
@@ -128,18 +128,17 @@ def measure_calibration(
     return fit(checkpoint, fitting, checking, len(items))
 
 
-def check_reach(specs: Iterable[AttentionSpec], texts: Iterable[Continuation]) -> None:
-    """Refuse texts that are longer than a layer sees: `observe` gives all layers one mask.
+def check_reach(specs: Iterable[AttentionSpec], longest: int) -> None:
+    """Refuse texts of up to ``longest`` tokens in which layers that share a mask would differ.
 
     Raises:
-        UserError: a layer has a window or a chunk that is shorter than a text.
+        UserError: a layer has a window or a chunk of fewer tokens.
     """
-    longest = max(len(text.prompt) + len(text.output) for text in texts)
     reaches = [reach for spec in specs for reach in (spec.window, spec.chunk) if reach is not None]
     if min(reaches, default=longest) < longest:
         raise UserError(
             f"data: a conversation has {longest} tokens with its answer, and layers of the model "
-            f"see {min(reaches)} at most, which calibration does not take into account; give "
+            f"see {min(reaches)} at most, which is not taken into account here; give "
             f"conversations of at most {min(reaches)} tokens, or lower --max-tokens"
         )
 
