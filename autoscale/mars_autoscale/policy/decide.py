@@ -81,7 +81,10 @@ def decide(
     bursts = demand.remembered_bursts(
         state.bursts,
         demand.total_demand(arrivals, capacity, highest_gain),
-        demand.mean(demand_history) / settings.utilization,  # what replicas for the mean carry
+        max(  # what replicas for the mean carry, and what is no more than chance
+            demand.mean(demand_history) / settings.utilization,
+            demand.chance(demand_history, arrivals.number),
+        ),
         now_s=now_s,
         apart_s=settings.sizing_window_s,  # a step in demand is a burst for no longer
         memory_s=settings.burst_memory_s,

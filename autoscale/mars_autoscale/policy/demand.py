@@ -5,6 +5,8 @@ A demand is the number of replicas that it keeps busy: at the base, unless said 
 
 from __future__ import annotations
 
+import math
+
 from mars_autoscale.model.capacity import Capacity
 from mars_autoscale.policy.observe import Arrivals
 
@@ -13,6 +15,10 @@ History = tuple[tuple[float, float], ...]
 
 _MIN_DECISIONS_FOR_TREND = 4
 """Fewest decisions in a history whose slope is used."""
+
+_NUM_DEVIATIONS = 4.0
+"""Standard deviations beyond the mean from which on a demand is no chance. A service decides every
+few seconds: at 3, half of all constant loads would seem to have bursts within ten minutes."""
 
 _MIN_FREE_SHARE = 0.1
 """Share of the ready replicas' time that prompts must leave for a lower τ to be of use."""
@@ -44,6 +50,19 @@ def gain_needed(arrivals: Arrivals, capacity: Capacity, num_ready: float) -> flo
 def mean(history: History) -> float:
     """Return the mean demand of a history that is not empty."""
     return sum(demand for _, demand in history) / len(history)
+
+
+def chance(history: History, number: float) -> float:
+    """Return the highest demand that arrivals of a constant rate reach by chance.
+
+    Args:
+        history: demands that are not empty, the latest last.
+        number: requests whose demand that is; as many come at random in equal times as by Poisson.
+    """
+    if not number:
+        return 0.0
+    steady = mean(history)
+    return steady + _NUM_DEVIATIONS * math.sqrt(steady * history[-1][1] / number)
 
 
 def trend(history: History, cold_start_s: float, most: float) -> float:

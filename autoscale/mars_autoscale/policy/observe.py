@@ -6,6 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+RATE_WINDOW_S = 10.0
+"""Seconds over which arrivals are averaged."""
+
 
 @dataclass(frozen=True)
 class ReplicaLoad:
@@ -39,13 +42,18 @@ class ReplicaLoad:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Rates of arrival at all replicas together, over a window."""
+    """Rates of arrival at all replicas together, over `RATE_WINDOW_S`."""
 
     requests_per_s: float
     prompt_tokens_per_s: float
     """Prompt tokens to compute each second, prefix hits not counted."""
     mean_output_tokens: float
     """Mean length of an output, see `mars_autoscale.policy.lengths`."""
+
+    @property
+    def number(self) -> float:
+        """Requests that arrived within the window."""
+        return self.requests_per_s * RATE_WINDOW_S
 
     @property
     def output_tokens_per_s(self) -> float:

@@ -25,15 +25,13 @@ from mars_autoscale.policy.decision import (
     Reason,
 )
 from mars_autoscale.policy.lengths import LengthCounts
-from mars_autoscale.policy.observe import Arrivals, Snapshot
+from mars_autoscale.policy.observe import RATE_WINDOW_S, Arrivals, Snapshot
 from mars_autoscale.policy.reports import IngressReport, ReplicaReport, RequestCounts
 from mars_autoscale.policy.settings import OuterSettings
 from mars_platform.tier import Tier
 
 NUM_RECORDS = 100
 """Number of latest decisions that are kept for inspection."""
-RATE_WINDOW_S = 10.0
-"""Seconds over which arrivals are averaged."""
 
 _SILENT_S = 60.0
 """Seconds without a report after which a replica is forgotten, if the cluster says nothing."""

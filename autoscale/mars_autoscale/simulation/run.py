@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from mars_autoscale.model.capacity import Capacity
 from mars_autoscale.policy.inner_loop import SAMPLE_PERIOD_S, EngineSample
 from mars_autoscale.policy.lengths import LengthCounts, counts_of
-from mars_autoscale.policy.observe import Arrivals, ReplicaLoad, Snapshot
-from mars_autoscale.policy.outer_loop import RATE_WINDOW_S
+from mars_autoscale.policy.observe import RATE_WINDOW_S, Arrivals, ReplicaLoad, Snapshot
 from mars_autoscale.policy.pace import bounded
 from mars_autoscale.queueing.estimate import LateRule
 from mars_autoscale.queueing.grants import even_parts, reserve_of

@@ -4,6 +4,7 @@ import pickle
 from dataclasses import asdict, replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from mars_autoscale.model.capacity import AR
 from mars_autoscale.policy.decide import decide
 from mars_autoscale.policy.decision import AT_TARGET, OuterState, Reason
 from mars_autoscale.policy.inner_loop import EngineSample, InnerLoop
-from mars_autoscale.policy.observe import Arrivals, ReplicaLoad, Snapshot
+from mars_autoscale.policy.observe import RATE_WINDOW_S, Arrivals, ReplicaLoad, Snapshot
 from mars_autoscale.policy.settings import InnerSettings, OuterSettings
 from mars_platform.config import build_settings
 from mars_platform.errors import UserError
@@ -47,11 +48,12 @@ def snapshot_of(
     running=8.0,
     prompts=0.0,
     pace=0.0,
+    output=100.0,
 ):
-    """Return a snapshot with a demand of so many replicas, by outputs of 100 tokens each."""
+    """Return a snapshot with a demand of so many replicas, by outputs of ``output`` tokens."""
     rung = next(rung for rung in LADDER if rung.threshold <= threshold)
     load = ReplicaLoad(now, running, waiting, CAPACITY.gain(rung), rung.loss, is_lowest, pace)
-    arrivals = Arrivals(replicas * ONE / 100, prompts * CAPACITY.prefill_tokens_per_s, 100)
+    arrivals = Arrivals(replicas * ONE / output, prompts * CAPACITY.prefill_tokens_per_s, output)
     return Snapshot(now, [load] * ready, starting, arrivals, now)
 
 
@@ -176,7 +178,10 @@ def test_a_step_in_load_overshoots_by_at_most_one_replica(load, times):
 
 
 @MANY
-@given(st.lists(st.tuples(st.floats(0, 8), st.floats(0, 16)), min_size=2, max_size=4))
+@given(
+    # prompts of hardly any requests would be chance
+    st.lists(st.tuples(st.just(0.0) | st.floats(1, 8), st.floats(0, 16)), min_size=2, max_size=4)
+)
 def test_bursts_keep_the_replicas_that_the_second_highest_needs(peaks):
     decisions, _ = run(bursts(*peaks))
     lowest = sorted(load / FLOOR_GAIN + prompts for load, prompts in peaks)
@@ -479,6 +484,20 @@ def test_one_burst_keeps_no_replicas():
     decisions, _ = run(bursts((0.0, 10.0)))
     assert max(each.num_replicas for each in decisions) > SETTINGS.min_replicas
     assert decisions[-1].num_replicas == SETTINGS.min_replicas
+
+
+@pytest.mark.parametrize("per_s", [0.3, 1.0, 3.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_chance_in_a_constant_load_is_no_burst(per_s, seed):
+    """Requests arrive at random for ten minutes and keep .7 replicas busy in the mean."""
+    arrived = np.random.default_rng(seed).poisson(per_s * PERIOD, int(600 / PERIOD))
+    num_periods = int(RATE_WINDOW_S / PERIOD)
+    rates = np.convolve(arrived, np.ones(num_periods))[: len(arrived)] / RATE_WINDOW_S
+    each = 0.7 / per_s
+    _, state = run(
+        snapshot_of(PERIOD * i, rate * each, output=each * ONE) for i, rate in enumerate(rates)
+    )
+    assert len(state.bursts) <= 1, "only the first arrivals may be one"
 
 
 def test_bursts_that_do_not_recur_are_forgotten():

@@ -11,9 +11,9 @@ from ladders import CAPACITY
 from mars_autoscale.policy.decision import AT_TARGET, OuterState, Reason
 from mars_autoscale.policy.inner_loop import InnerLoopDecision
 from mars_autoscale.policy.lengths import NUM_SPANS, LengthCounts, counts_of
+from mars_autoscale.policy.observe import RATE_WINDOW_S
 from mars_autoscale.policy.outer_loop import (
     NUM_RECORDS,
-    RATE_WINDOW_S,
     AutoscalingBasis,
     ClusterView,
     OuterLoop,
