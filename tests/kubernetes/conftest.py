@@ -27,6 +27,9 @@ import pytest
 
 from on_cluster import KEPT, Cluster
 
+TABLE = KEPT / "table.md"
+"""Step, seconds and result of each test that has ended."""
+
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
@@ -51,22 +54,29 @@ def says(record_property: Callable[[str, object], None]) -> Callable[[object], N
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     report: Any = yield
     if report.when == "call" and report.failed:
-        item.funcargs["cluster"].keep(item.name)
+        item.funcargs["cluster"].keep(item.name, str(report.longrepr))
         if item.path.stem == "test_from_nothing":
             item.session.shouldfail = f"later steps need {item.name}"
     return report
 
 
+def pytest_sessionstart() -> None:
+    KEPT.mkdir(parents=True, exist_ok=True)
+    TABLE.write_text("| step | seconds | result |\n| --- | ---: | --- |\n")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Write the step's row at once, so that a run that is stopped has its table, too."""
+    if report.when != "call" and report.passed:
+        return
+    said = [str(value) for _, value in report.user_properties]
+    if isinstance(report.longrepr, tuple):
+        said.append(f"not run: {report.longrepr[2]}")
+    result = "; ".join([f"FAILED, see {KEPT}", *said] if report.failed else said)
+    name = report.nodeid.rpartition("::test_")[2].replace("_", " ")
+    with TABLE.open("a") as table:
+        table.write(f"| {name} | {report.duration:.0f} | {result} |\n")
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print the table: step, seconds, result."""
-    stats = terminalreporter.stats
-    kinds = ("passed", "failed", "error", "skipped")
-    steps = [step for kind in kinds for step in stats.get(kind, [])]
-    terminalreporter.write_line("\n| step | seconds | result |\n| --- | ---: | --- |")
-    for each in sorted(steps, key=lambda step: step.start):
-        said = [value for _, value in each.user_properties]
-        if each.skipped:
-            said.append(f"not run: {each.longrepr[2]}")
-        result = "; ".join([f"FAILED, see {KEPT}", *said] if each.failed else said)
-        name = each.nodeid.rpartition("::test_")[2].replace("_", " ")
-        terminalreporter.write_line(f"| {name} | {each.duration:.0f} | {result} |")
+    terminalreporter.write_line(f"\n{TABLE.read_text()}")

@@ -227,10 +227,11 @@ class Cluster:
     def heads(self) -> list[str]:
         return [each["metadata"]["name"] for each in self.ready("head")]
 
-    def keep(self, test: str) -> None:
+    def keep(self, test: str, failure: str) -> None:
         """Write down what explains a failure."""
         folder = KEPT / test
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "failure.txt").write_text(failure)
         kinds = "pods,jobs,services,rayjobs,rayservices,rayclusters"
         for what in (("get", f"{kinds},events", "--output", "wide"), ("describe", kinds)):
             (folder / f"{what[0]}.txt").write_text(self(*what, check=False))
@@ -311,7 +312,7 @@ def wait_until(holds: Callable[[], Any], what: str, timeout_s: float = START_S) 
     start = time.monotonic()
     while not holds():
         assert time.monotonic() - start < timeout_s, f"{what}: not within {timeout_s} s"
-        time.sleep(1)
+        time.sleep(2)  # each kubectl takes a good part of a second of CPU time
     return time.monotonic() - start
 
 
