@@ -102,8 +102,8 @@ class Bench:
                 [4 + (7 * index + each) % 200 for each in range(tokens + 1)],
                 DecodingOptions(most, mode, 0.95, sampling=sampling),
                 num_cached=tokens,
-                pages=engine._pool.allocate(engine._pool.pages_for(tokens)),
             )
+            assert engine._memory.reserve(request, 0), "the pool holds all requests"
             engine.add(request)
 
     def end(self) -> None:

@@ -35,6 +35,8 @@ class BatchRow:
     pages: list[int]
     """Pages of the cached tokens and of the tokens that the row feeds."""
     reads_logits: bool
+    window_pages: list[int] = field(default_factory=list)
+    """Pages as above of layers that see the last tokens only; see `WindowPages`."""
     num_masks: int = field(init=False)
     """Masks of all groups together."""
     length: int = field(init=False)
@@ -125,6 +127,7 @@ def build_batch(
             masks=each.masks,
             pages=request.pages,
             reads_logits=each.reads_logits,
+            window_pages=request.window_pages,
         )
         if request.scores_prompt:
             scored += [row.start + index - begin for index in each.scored]
@@ -161,7 +164,8 @@ def foreseen_batch(scheduled: Sequence[ScheduledRow], page_size: int) -> StepBat
         is_certain = each.reads_logits and each.num_proposed == 1 and not request.plan.checks_drafts
         if not is_certain or num_cached >= len(request.pages) * page_size:
             return None
-        rows.append(BatchRow(len(rows), num_cached, 1, 0, each.masks, list(request.pages), True))
+        pages = list(request.pages), True, list(request.window_pages)
+        rows.append(BatchRow(len(rows), num_cached, 1, 0, each.masks, *pages))
     padding = [0] * (bucket(len(rows)) - len(rows))
     position_ids = [row.num_cached for row in rows] + padding
     return StepBatch([0] * len(position_ids), position_ids, rows, len(rows))

@@ -20,9 +20,9 @@ from mars_serve.engine.adaptive.audit_room import AuditRoom
 from mars_serve.engine.adaptive.position_budget import PositionBudget
 from mars_serve.engine.adaptive.window_choice import WindowChooser
 from mars_serve.engine.admission import Deadlines, Limits, check_mask
-from mars_serve.engine.attention.interface import Attention
+from mars_serve.engine.attention.interface import Attention, group_layers
 from mars_serve.engine.attention.selection import SERVED, choose_attention
-from mars_serve.engine.attention.sizing import elements_per_token, num_pages
+from mars_serve.engine.attention.sizing import PoolSizes, pool_sizes
 from mars_serve.engine.decoder.rotation import settle_rotation
 from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.drafting.sources import DraftSources
@@ -39,6 +39,7 @@ from mars_serve.engine.execution.warm_up import (
     measure_prefill,
     measure_steps,
 )
+from mars_serve.engine.memory import Memory, WindowPages
 from mars_serve.engine.outputs import EngineCounts, StepOutput
 from mars_serve.engine.pages import PagePool
 from mars_serve.engine.prompt_room import PromptRoom
@@ -95,11 +96,12 @@ class Engine:
         self.num_parameters = weights.num_parameters()
         self.dtype, self.device = weights.dtype, weights.device
         self.settings = settings
-        self.page_size = settings.page_size_on(weights.device.type)
         probe = self._probe(weights)
-        self.token_elements = elements_per_token(probe.specs)
+        groups, _ = group_layers([spec.within(checkpoint.max_length) for spec in probe.specs])
+        self.token_elements = sum(group.elements_per_token for group in groups)
         """Elements of a token's keys and values over all layers."""
-        self.num_pages = num_pages(settings, self.token_elements, weights)
+        sizes = pool_sizes(settings, groups, weights)
+        self.page_size, self.num_pages = sizes.page_size, sizes.num_pages
         probe.require(SERVED, self.max_length)
         self.specs = [spec.within(self.max_length) for spec in probe.specs]
         """Attention of each layer, without windows that no text is long enough for."""
@@ -108,22 +110,15 @@ class Engine:
         self._drafting = DraftSources(settings.num_lookup_drafts, self.window)
         max_drafts = self._drafting.max_drafts
         self._limits = Limits(checkpoint, vocabulary, self.max_length, max_drafts > 0)
-        self._pool = PagePool(self.num_pages, self.page_size)
+        self._memory = self._make_memory(sizes)
         self._scheduler = Scheduler(
-            self._pool,
+            self._memory,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             window=self.window,
             max_drafts=max_drafts,
-            enable_prefix_caching=settings.enable_prefix_caching,
         )
-        self.attention = attention_of(
-            weights,
-            self.specs,
-            settings,
-            num_pages=self.num_pages,
-            page_size=self.page_size,
-        )
+        self.attention = attention_of(weights, self.specs, settings, **sizes._asdict())
         self._runner = ModelRunner(
             weights,
             probe,
@@ -162,6 +157,15 @@ class Engine:
         metadata, avoided = self.checkpoint.metadata, self.checkpoint.special.never_emitted
         return Probe.of(model, avoided=avoided | ({metadata.mask_token_id} if metadata else set()))
 
+    def _make_memory(self, sizes: PoolSizes) -> Memory:
+        bounded = [group for group in group_layers(self.specs)[0] if group.is_bounded]
+        windows = None
+        if bounded:
+            pool = PagePool(sizes.num_window_pages, sizes.page_size)
+            windows = WindowPages(pool, lambda at: min(group.oldest(at) for group in bounded))
+        pool = PagePool(sizes.num_pages, sizes.page_size)
+        return Memory(pool, windows, enable_prefix_caching=self.settings.enable_prefix_caching)
+
     @property
     def overlaps(self) -> bool:
         """Whether the caller has time to use between `begin_step` and `finish_step`."""
@@ -185,8 +189,8 @@ class Engine:
             num_requests=num_requests,
             num_running=num_running,
             num_waiting=num_requests - num_running,
-            num_pages=self._pool.num_pages,
-            num_free_pages=self._pool.num_free,
+            num_pages=self.num_pages,
+            num_free_pages=self._memory.pool.num_free,
             num_prefix_hit_tokens=self._scheduler.num_prefix_hit_tokens,
             num_preemptions=self._scheduler.num_preemptions,
             num_out_of_memory=self._isolation.budget.num_out_of_memory,
@@ -235,12 +239,14 @@ class Engine:
     def measure_prefill(self, num_tokens: int, repeats: int) -> float:
         """Measure prompt tokens per second in steps of ``num_tokens``; see `warm_up`."""
         assert not self.has_work, "steps are timed before the first request"
+        rows, positions = self.settings.max_num_seqs, self.settings.max_num_batched_tokens
+        num_tokens = min(num_tokens, positions, rows * max(self.max_length - 1, 1))
         return measure_prefill(
             self._step_timer(), num_tokens=num_tokens, max_length=self.max_length, repeats=repeats
         )
 
     def _step_timer(self) -> StepTimer:
-        return StepTimer(self._runner.run, self._pool, clock_of(self.device.type))
+        return StepTimer(self._runner.run, self._memory, clock_of(self.device.type))
 
     def capture_graphs(
         self, capture: Capture, on_progress: Callable[[int, int], None] | None = None
@@ -250,7 +256,7 @@ class Engine:
         # Tokens accepted from masks, drafts, and a group of masks for each outcome.
         most = window + 1 + drafts + (drafts + 1) * window
         rows, positions = self.settings.max_num_seqs, self.settings.max_num_batched_tokens
-        sizes = GraphSizes(rows, most, positions, self._pool.pages_for(self.max_length))
+        sizes = GraphSizes(rows, most, positions, self._memory.pool.pages_for(self.max_length))
         self.captured = self._runner.capture(sizes, capture, on_progress)
 
     # Requests

@@ -46,7 +46,7 @@ class PagePool:
         self.page_size = page_size
         self._references = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))
-        self._cached = OrderedDict[int, None]()  # least recently used first
+        self._cached = OrderedDict[int, None]()  # the next to be evicted first
         self._page_of = dict[bytes, int]()
         self._key_of = dict[int, bytes]()
 
@@ -66,6 +66,10 @@ class PagePool:
         for page in pages:
             self._references[page] = 1
         return pages
+
+    def has(self, key: bytes) -> bool:
+        """Whether a page is registered under a key."""
+        return key in self._page_of
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
         """Take one reference to each page of the longest leading run of registered ``keys``."""
@@ -92,21 +96,28 @@ class PagePool:
             self._drop(page)
         return known
 
-    def forget(self, pages: Iterable[int]) -> None:
-        """Unregister held pages, so that no later request finds them."""
-        for page in pages:
-            assert self._references[page] > 0, "only a held page is forgotten"
-            if page in self._key_of:
-                del self._page_of[self._key_of.pop(page)]
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Unregister the pages under these keys, so that no later request finds them."""
+        for key in keys:
+            page = self._page_of.pop(key, None)
+            if page is not None:
+                del self._key_of[page]
+                if page in self._cached:
+                    del self._cached[page]
+                    self._free.append(page)
 
-    def release(self, pages: list[int]) -> None:
+    def release(self, pages: list[int], *, goes_first: bool = False) -> None:
         """Drop one reference to each page and empty the caller's list.
 
         The last page is dropped first, so that a prefix is evicted from its end: a page is found
-        only if all pages before it are.
+        only if all pages before it are. Pages that are less likely to be found again go first: they
+        are evicted before all others.
         """
         while pages:
-            self._drop(pages.pop())
+            page = pages.pop()
+            self._drop(page)
+            if goes_first and page in self._cached:
+                self._cached.move_to_end(page, last=False)
 
     def num_released(self, held: Iterable[list[int]]) -> int:
         """Count the pages that would become free if all these lists were released."""

@@ -66,6 +66,10 @@ class Request:
     num_cached: int = 0
     """Leading tokens whose keys and values are in the KV cache."""
     pages: list[int] = field(default_factory=list)
+    window_pages: list[int] = field(default_factory=list)
+    """Pages of layers that see the last tokens only; see `WindowPages`, as for the next."""
+    num_shared: int = 0
+    """Leading full pages that others had computed before."""
     sampling_s: float = 0.0
     """CPU seconds of choosing its tokens in its last step, without those of its grammar."""
     last_turn: int = 0

@@ -19,7 +19,7 @@ from heapq import heapify, heappop, heappush
 from itertools import groupby
 
 from mars_serve.engine.key_turns import KeyTurns
-from mars_serve.engine.pages import PagePool, page_key, root_key
+from mars_serve.engine.memory import Memory
 from mars_serve.engine.prompt_room import PromptRoom
 from mars_serve.engine.request import MAX_AUDIT_DRAFTS, Request
 from mars_serve.engine.scheduled_row import Masks, ScheduledRow
@@ -38,31 +38,28 @@ class Scheduler:
 
     def __init__(
         self,
-        pool: PagePool,
+        memory: Memory,
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         window: int,
         max_drafts: int | None = None,
-        enable_prefix_caching: bool = True,
     ) -> None:
         """Start without requests.
 
         Args:
-            pool: pages that the requests share.
+            memory: pages that the requests share.
             max_num_seqs: most rows of a step.
             max_num_batched_tokens: most positions of a step.
             window: the model's block size, 0 for a plain AR model.
             max_drafts: most drafts of a row; by default the window.
-            enable_prefix_caching: see `EngineSettings`.
         """
         assert max_num_batched_tokens > window, "one row and its window must fit a step"
-        self.pool = pool
+        self.memory = memory
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.window = window
         self.max_drafts = window if max_drafts is None else max_drafts
-        self.enable_prefix_caching = enable_prefix_caching
         self.waiting: list[Request] = []  # in order, as is `running`
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -94,11 +91,11 @@ class Scheduler:
             self.running.remove(request)
         else:
             self.waiting.remove(request)
-        self.pool.release(request.pages)
+        self.memory.release(request)
 
     def discard(self, request: Request) -> None:
         """Remove a request, and its pages from the prefix cache: they may hold wrong numbers."""
-        self.pool.forget(request.pages)
+        self.memory.forget(request)
         self.finish(request)
 
     def schedule(self, choose_masks: ChooseMasks | None = None) -> list[ScheduledRow]:
@@ -108,10 +105,11 @@ class Scheduler:
             choose_masks: returns the masks of the running requests whose masks the engine chooses;
                 without it, they get the full window.
         """
+        self.memory.settle(self.running)
         self._admit()
         for request in self.running:
             if request.in_prefill(self.window):
-                self._count_prefix_hit(request, self._take_cached(request))
+                self._count_prefix_hit(request, self.memory.take_cached(request))
         room = self.prompt_room
         self._turns = room.turns if room and room.has_several(self.running) else None
         members = self._turns.members(self._members()) if self._turns else self._members()
@@ -123,13 +121,7 @@ class Scheduler:
 
         ``num_right`` leading drafts of the row have been committed.
         """
-        request = row.request
-        first = request.num_cached // self.pool.page_size
-        request.num_cached += row.num_tokens + num_right
-        if self.enable_prefix_caching:
-            last = request.num_cached // self.pool.page_size
-            for index, key in enumerate(self._keys(request, first, last), start=first):
-                request.pages[index] = self.pool.register(request.pages[index], key)
+        self.memory.commit(row.request, row.num_tokens + num_right)
 
     def check_integrity(self) -> None:
         """Prove that no page leaks, is shared by mistake or is registered under a wrong key.
@@ -137,7 +129,7 @@ class Scheduler:
         Raises:
             AssertionError: the proof fails.
         """
-        self.pool.check_integrity(request.pages for request in self.running)
+        self.memory.check_integrity(self.running)
         assert all(not request.pages and not request.num_cached for request in self.waiting)
         assert self.running == sorted(self.running, key=_order)
         assert self.waiting == sorted(self.waiting, key=_order)
@@ -146,11 +138,8 @@ class Scheduler:
             may_draft = request.plan.checks_drafts or request.options.threshold is None
             most_drafts = MAX_AUDIT_DRAFTS if request.is_audit else self.max_drafts
             drafts = most_drafts if may_draft else 0
-            most = self.pool.pages_for(len(request.tokens) + drafts)
-            assert self.pool.pages_for(request.num_cached) <= len(request.pages) <= most
-            keys = self._keys(request, 0, request.num_cached // self.pool.page_size)
-            for page, key in zip(request.pages, keys, strict=False):
-                assert self.pool.key_of(page) in (None, key), f"{request.id}: page {page}"
+            most = self.memory.pool.pages_for(len(request.tokens) + drafts)
+            assert len(request.pages) <= most
 
     # Admission and preemption
 
@@ -166,7 +155,7 @@ class Scheduler:
             num_kept = bisect_right(self.running, -request.rank, key=lambda item: -item.rank)
             if num_kept == self.max_num_seqs:
                 return
-            num_prefix_hit_tokens = self._take_cached(request)
+            num_prefix_hit_tokens = self.memory.take_cached(request)
             if not self._fits(request, num_kept):
                 self._release(request)
                 return
@@ -177,14 +166,9 @@ class Scheduler:
             self._count_prefix_hit(request, num_prefix_hit_tokens)
 
     def _fits(self, request: Request, num_kept: int) -> bool:
-        """Whether a request could run beside the first ``num_kept`` of the running requests.
-
-        Each needs pages for its committed tokens and one more.
-        """
-        kept, others = [*self.running[:num_kept], request], self.running[num_kept:]
-        num_free = self.pool.num_free + self.pool.num_released(other.pages for other in others)
-        needed = (self.pool.pages_for(len(item.tokens) + 1) - len(item.pages) for item in kept)
-        return num_kept < self.max_num_seqs and sum(max(0, count) for count in needed) <= num_free
+        """Whether a request could run beside the first ``num_kept`` of the running requests."""
+        kept = [*self.running[:num_kept], request]
+        return num_kept < self.max_num_seqs and self.memory.fits(kept, self.running[num_kept:])
 
     def _preempt_last(self) -> None:
         request = self.running.pop()
@@ -194,18 +178,8 @@ class Scheduler:
         insort(self.waiting, request, key=_order)
 
     def _release(self, request: Request) -> None:
-        self.pool.release(request.pages)
+        self.memory.release(request)
         request.num_cached = 0
-
-    # Prefix caching
-
-    def _keys(self, request: Request, start: int, stop: int) -> list[bytes]:
-        """Return the keys of a request's full pages from ``start`` to before ``stop``."""
-        keys, size = request.page_keys, self.pool.page_size
-        for index in range(len(keys), stop):
-            parent = keys[-1] if keys else root_key(request.tenant, request.cache_salt)
-            keys.append(page_key(parent, request.tokens[index * size : (index + 1) * size]))
-        return keys[start:stop]
 
     def _count_prefix_hit(self, request: Request, num_tokens: int) -> None:
         if request.is_audit:
@@ -213,44 +187,6 @@ class Scheduler:
         self.num_prefix_hit_tokens += num_tokens
         if request.num_preemptions == 0:
             request.num_prefix_hit_tokens += num_tokens
-
-    def _num_shareable(self, request: Request) -> int:
-        """Count the leading pages of a request that may come from the prefix cache.
-
-        The last token is always computed, because the next token is read from its forward pass. So
-        are the prompt tokens whose log-probabilities are reported.
-        """
-        num_tokens = request.num_scored if request.scores_prompt else len(request.tokens) - 1
-        return num_tokens // self.pool.page_size
-
-    def _take_cached(self, request: Request) -> int:
-        """Add to a request the cached pages that continue its own; return their tokens' number."""
-        size = self.pool.page_size
-        first, last = request.num_cached // size, self._num_shareable(request)
-        if not self.enable_prefix_caching or request.num_cached % size:
-            return 0
-        pages = self.pool.match(self._keys(request, first, last))
-        unused = request.pages[first:]  # left by a row whose step failed
-        request.pages[first:] = pages
-        self.pool.release(unused)
-        request.num_cached += len(pages) * size
-        return len(pages) * size
-
-    def _next_key(self, request: Request) -> bytes | None:
-        """Return the key of the page that a request computes next, if it could share that page."""
-        index, inside = divmod(request.num_cached, self.pool.page_size)
-        if not self.enable_prefix_caching or inside or index >= self._num_shareable(request):
-            return None
-        return self._keys(request, index, index + 1)[0]
-
-    def _computed_keys(self, row: ScheduledRow) -> list[bytes]:
-        """Return the keys of the pages that a row computes, in whole or in part."""
-        if not self.enable_prefix_caching:
-            return []
-        request, size = row.request, self.pool.page_size
-        end = self.pool.pages_for(request.num_cached + row.num_tokens)
-        full = len(request.tokens) // size
-        return self._keys(request, request.num_cached // size, min(end, full))
 
     # Rows
 
@@ -314,14 +250,14 @@ class Scheduler:
         for request in self._by_turns(prompts):
             least = num_reserved if request is members[0] else 0
             budget += least
-            if not least and self._next_key(request) in computed:
+            if not least and self.memory.next_key(request) in computed:
                 continue
             most = room.positions(request, budget) if room else budget
             if row := plan_row(request, max(most, least)):
                 plan[request] = row
                 budget -= row.num_positions
                 self._num_computed[request.key] += row.num_tokens
-                computed.update(self._computed_keys(row))
+                computed.update(self.memory.computed_keys(row))
                 if room:
                     room.take(row)
         return plan
@@ -368,14 +304,9 @@ class Scheduler:
             request = self.running[index]
             row = plan.get(request)
             if row is not None:
-                num_kept = row.num_tokens + row.num_drafts
-                end = self.pool.pages_for(request.num_cached + num_kept)
-                missing = end - len(request.pages)
-                if missing > 0:
-                    if missing > self.pool.num_free:
-                        self._preempt_last()
-                        continue
-                    request.pages += self.pool.allocate(missing)
+                if not self.memory.reserve(request, row.num_tokens + row.num_drafts):
+                    self._preempt_last()
+                    continue
                 rows.append(row)
             index += 1
         return rows

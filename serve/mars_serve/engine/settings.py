@@ -27,7 +27,7 @@ class EngineSettings(Settings):
     multiple of 64 is the fastest."""
     num_pages: int | None = Field(default=None, ge=1)
     """Pages in the pool, which all requests share; by default as many as ``memory_fraction`` of a
-    GPU's memory holds, and 2048 on a CPU."""
+    GPU's memory holds, and 2048 on a CPU. Layers that see the last tokens only have fewer."""
     memory_fraction: float = Field(default=0.85, gt=0, lt=1)
     """Share that the pool takes of what the weights leave of the replica's part of a GPU's memory;
     with ``num_gpus: 0.5`` that part is a half."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from decoding.engine_requests import make_request
@@ -29,6 +30,7 @@ from mars_serve.engine.attention.selection import choose_attention
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
+from routing import routed_experts
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "decoding.md"
 FULL = ["full_attention"] * 2
@@ -106,7 +108,6 @@ QUICK = {("gemma4_text", "paged"), ("mimo_v2_flash", "paged"), ("gpt_oss", "batc
     ],
 )
 def test_every_position_is_that_of_a_plain_pass(family: str, backend: str) -> None:
-    """Layers whose windows and chunks are shorter than the texts keep all pages."""
     model, sizes = build_family(family), {**CROWDED}
     options: dict[str, Any] = {"attention_of": paged_attention} if backend == "paged" else {}
     sizes["batch_invariant"] = backend == "batch-invariant"
@@ -118,6 +119,51 @@ def test_every_position_is_that_of_a_plain_pass(family: str, backend: str) -> No
     assert status.num_preemptions > 0
     assert status.num_prefix_hit_tokens > 0
     assert watch.num_positions > 300
+
+
+def test_no_position_sees_what_was_given_back() -> None:
+    """Without a prefix cache, all that is given back is poisoned."""
+    model = build_family("gemma4_text")
+    engine = build_engine(model, sizes={**CROWDED, "enable_prefix_caching": False})
+    watch = Watch(engine, model)
+    run(engine, crowd(), at_once=6)
+    assert watch.worst < 1e-4
+
+
+class Routes(Watch):
+    """Also notes the experts of each committed token in each layer."""
+
+    def __init__(self, engine: Engine, model: PreTrainedModel, chosen: list[Tensor]) -> None:
+        super().__init__(engine, model)
+        self.experts, self.num_masks = dict[tuple[str, int], list[list[int]]](), 0
+        self._chosen = chosen
+
+    def __call__(self, ids: Tensor, *rest: Any, **options: Any) -> Tensor:
+        self._chosen.clear()
+        hidden = super().__call__(ids, *rest, **options)
+        layers, begin = torch.stack(self._chosen, dim=1), 0
+        for row in self.rows:
+            for offset in range(row.num_tokens):
+                place = row.request.id, row.request.num_cached + offset
+                self.experts[place] = layers[begin + offset].tolist()
+            begin += row.num_positions
+            self.num_masks += row.num_masks
+        return hidden
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_masks_change_no_tokens_experts(family: str) -> None:
+    model, noted = build_family(family), list[Routes]()
+    for mode in (Mode.AR, Mode.EXACT):
+        engine = build_engine(model)
+        with routed_experts(engine._runner.model) as chosen:
+            noted.append(Routes(engine, model, chosen))
+            run(engine, requests(mode=mode))
+    alone, beside = noted
+    assert (alone.num_masks, beside.num_masks > 50) == (0, True)
+    assert len(beside.experts) > 100
+    assert all(alone.experts[place] == experts for place, experts in beside.experts.items())
+    assert max(alone.worst, beside.worst) < 1e-4
 
 
 def late(_: LayerGroup, positions: Any) -> Any:

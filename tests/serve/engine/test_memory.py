@@ -7,15 +7,19 @@ import gc
 import random
 import threading
 from collections.abc import Callable
+from operator import mul
+from typing import Any
 
 import psutil
 import pytest
 from transformers import PreTrainedModel
 
+from decoding.families import build_family
 from decoding.local_engine_client import LocalEngineClient
 from decoding.tiny_models import build_model
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_serve.engine.admission import Deadlines
+from mars_serve.engine.attention.mixed import MixedAttention
 from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import Request
@@ -66,6 +70,47 @@ def test_no_request_holds_more_than_a_page_beyond_its_tokens(
         assert held <= ideal + len(running)
         most = max(most, held)
     assert most > 20
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@pytest.mark.parametrize(
+    ("family", "layer_types", "least"),
+    [("gemma3_text", [*[SLIDING] * 5, FULL], 4.0), ("gpt_oss", [SLIDING, FULL] * 3, 1.75)],
+)
+def test_long_texts_take_little_memory_of_layers_with_windows(
+    family: str, layer_types: list[str], least: float, make_engine: Engines
+) -> None:
+    """Compare with pages of all layers for all tokens: of a row, and of cached prefixes."""
+    shape: dict[str, Any] = {"num_hidden_layers": 6, "max_position_embeddings": 512}
+    model = build_family(family, layer_types=layer_types, **shape)
+    engine = make_engine(model, SPECIAL, num_pages=800, max_num_seqs=2)
+    assert isinstance(engine.attention, MixedAttention)
+    groups = [backend._layers for backend in engine.attention.backends]
+    whole, windows = engine._memory.pool, engine._memory.windows.pool
+
+    def ratio(num_pages: int, num_window_pages: int) -> float:
+        counts = [num_window_pages if group.is_bounded else num_pages for group in groups]
+        sizes = [group.elements_per_token for group in groups]
+        return num_pages * sum(sizes) / sum(map(mul, counts, sizes))
+
+    engine.add(Request("row", prompt(400, 0), DecodingOptions(40)))
+    while whole.num_pages - whole.num_free < 105:
+        engine.step()
+    assert windows.num_pages - windows.num_free <= 4  # a window has 8 tokens, a page 4
+    assert ratio(105, windows.num_pages - windows.num_free) > least
+    assert ratio(whole.num_pages, windows.num_pages) > 0.75 * least
+    stored = sum(backend._pages.numel() for backend in engine.attention.backends)
+    assert stored < 1.1 * 800 * 4 * engine.token_elements / (0.75 * least)
+    for turn in range(2):
+        for text in (1, 2, 3):
+            request = Request(f"{turn}/{text}", prompt(400 + turn, text), DecodingOptions(4))
+            engine.add(request)
+            while engine.has_work:
+                engine.step()
+            assert request.num_prefix_hit_tokens == 400 * turn
+    engine.check_integrity()
 
 
 async def test_nothing_grows_over_thousands_of_requests(

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from decoding.engines import poison_windows
 from decoding.families import MIXED, build_family
 from decoding.grammar_specs import regex
 from decoding.tiny_models import build_model
@@ -390,6 +391,7 @@ def _play(
             ):
                 engine.cancel(str(name))
         engine.live = LiveDecoding(live[step % len(live)])
+        poison_windows(engine)
         for output in engine.step():
             outputs[output.request_id].append(output)
             seen["lookup drafts"] += requests[output.request_id].num_lookup_drafts

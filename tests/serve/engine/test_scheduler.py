@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoding.engine_requests import make_request, requested_masks
-from decoding.scheduler_steps import Steps, ids, make_scheduler, request_of
+from decoding.scheduler_steps import Steps, ids, make_scheduler, request_of, windowed
 from mars_autoscale.model.step_times import StepTimes
 from mars_platform.method.mode import Mode
 from mars_platform.tier import Tier
+from mars_serve.engine.attention.interface import LayerGroup
 from mars_serve.engine.decoding_options import Outcomes
 from mars_serve.engine.prompt_room import PromptRoom
 from mars_serve.engine.request import Request
@@ -55,6 +56,8 @@ class Sizes:
     window: int
     spare_positions: int
     enable_prefix_caching: bool
+    group: LayerGroup | None
+    """Layers that see the last tokens only."""
     position_s: float | None
     """Seconds of a position if prompts are bounded by time, which is 20 ms or more a step."""
 
@@ -67,6 +70,9 @@ _SIZES = st.builds(
     window=st.integers(0, 4),
     spare_positions=st.integers(1, 30),
     enable_prefix_caching=st.sampled_from([True, True, True, False]),
+    group=st.sampled_from(
+        [None, *(windowed(window=size) for size in (1, 2, 5, 9)), windowed(chunk=6)]
+    ),
     position_s=st.sampled_from([None, 0.002, 0.007, 1.0]),
 )
 
@@ -83,11 +89,12 @@ def test_every_step_keeps_the_rules(sizes: Sizes, count: int, source: random.Ran
         max_num_batched_tokens=sizes.window + sizes.spare_positions,
         window=sizes.window,
         enable_prefix_caching=sizes.enable_prefix_caching,
+        group=sizes.group,
     )
     if sizes.position_s is not None:
         times = StepTimes((1, 101), (0,), ((0.001,), (0.001 + 100 * sizes.position_s,)))
         scheduler.prompt_room = PromptRoom(times, num_rows=1)
-    steps, pauses = Steps(scheduler, source), Counter[Request]()
+    steps, pauses = Steps(scheduler, source, sizes.group), Counter[Request]()
     for _ in range(5000):
         while coming and source.random() < 0.5:
             steps.add(coming.pop())
@@ -100,7 +107,7 @@ def test_every_step_keeps_the_rules(sizes: Sizes, count: int, source: random.Ran
             break
     else:
         raise AssertionError("it does not end")
-    assert scheduler.pool.num_free == scheduler.pool.num_pages
+    assert scheduler.memory.pool.num_free == scheduler.memory.pool.num_pages
 
 
 def _random_request(name: str, source: random.Random) -> Request:
@@ -291,7 +298,7 @@ def test_shared_pages_do_not_count_as_freed() -> None:
     steps.step(num_accepted=1)
     steps.add(request_of("b", [*prefix, 60]))
     steps.step(num_accepted=1)
-    assert steps.scheduler.pool.num_free == 2
+    assert steps.scheduler.memory.pool.num_free == 2
     steps.add(request_of("c", 12, tier=Tier.PRIORITY))  # needs 4 pages, 3 at the most
     steps.step(num_accepted=1)
     assert (ids(steps.scheduler.running), ids(steps.scheduler.waiting)) == ("ab", "c")
@@ -362,7 +369,7 @@ def test_a_prefix_shared_by_requests_that_come_together_is_computed_once(
     assert steps.num_computed <= 512 + 32 * (20 + 8) + fed_twice
     assert scheduler.num_prefix_hit_tokens >= 31 * 512
     assert most_held <= 32 + 32 * 2
-    assert scheduler.pool.num_free == num_pages
+    assert scheduler.memory.pool.num_free == num_pages
 
 
 def test_a_fully_cached_prompt_still_feeds_its_last_token() -> None:

@@ -38,7 +38,7 @@ def make_request(
         source = random.Random(name)
         prompt = [source.randrange(4, 64) for _ in range(prompt)]
     request = Request(name, list(prompt), DecodingOptions(max_tokens, **options), tenant=tenant)
-    request.num_cached, request.pages = num_cached, list(pages)
+    request.num_cached, request.pages, request.window_pages = num_cached, list(pages), list(pages)
     return request
 
 

@@ -55,6 +55,17 @@ def run(
     return outputs
 
 
+def poison_windows(engine: Engine) -> None:
+    """Put NaN into the pages of windows that were given back and that no request may find."""
+    windows = engine._memory.windows
+    if windows is None:
+        return
+    for backend in getattr(engine.attention, "backends", [engine.attention]):
+        if backend._layers.is_bounded:
+            for part in (backend.keys, backend.values):
+                part[:, windows.pool._free] = torch.nan
+
+
 def passes_of(outputs: Outputs) -> Passes:
     """Return the tokens of each forward pass, by request id."""
     return {name: [output.tokens for output in each] for name, each in outputs.items()}
@@ -94,16 +105,21 @@ def paged_attention(
     specs: Sequence[AttentionSpec] | None = None,
     _settings: object = None,
     *,
-    num_pages: int,
     page_size: int,
+    num_pages: int,
+    num_window_pages: int | None = None,
     tiling: Tiling | None = None,
 ) -> Any:
     """Return attention that reads pages in place, on a CPU by the kernel's twin."""
     specs = specs or record(model, torch.ones(1, 4, dtype=torch.long, device=model.device))
     groups, places = group_layers(specs)
-    sizes = {"num_pages": num_pages, "page_size": page_size, "tiling": tiling}
+    options: dict[str, Any] = {"page_size": page_size, "tiling": tiling}
+    options |= {"dtype": model.dtype, "device": model.device}
+    num_window_pages = num_pages if num_window_pages is None else num_window_pages
+    counts = [num_window_pages if group.is_bounded else num_pages for group in groups]
     backends = [
-        PagedAttention(group, dtype=model.dtype, device=model.device, **sizes) for group in groups
+        PagedAttention(group, num_pages=count, **options)
+        for group, count in zip(groups, counts, strict=True)
     ]
     if len(groups) == 1 and all(place.is_own for place in places.values()):
         return backends[0]

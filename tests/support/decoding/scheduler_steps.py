@@ -8,12 +8,19 @@ from typing import Any
 
 from decoding.engine_requests import make_request
 from mars_platform.method.mode import Mode
+from mars_serve.engine.attention.interface import LayerGroup
+from mars_serve.engine.memory import Memory, WindowPages
 from mars_serve.engine.pages import PagePool
 from mars_serve.engine.request import Draft, Request
 from mars_serve.engine.scheduled_row import ScheduledRow
 from mars_serve.engine.scheduler import ChooseMasks, Scheduler
 
 Check = Callable[[list[ScheduledRow]], None]
+
+
+def windowed(**reach: int) -> LayerGroup:
+    """Layers that see the last tokens only, whose sizes do not matter."""
+    return LayerGroup(1, 1, 1, 1, 1, **reach)
 
 
 def make_scheduler(
@@ -24,13 +31,21 @@ def make_scheduler(
     max_num_batched_tokens: int = 20,
     window: int = 4,
     enable_prefix_caching: bool = True,
+    group: LayerGroup | None = None,
+    num_spare: int = 0,
 ) -> Scheduler:
+    """Make a scheduler; layers of ``group`` have the pages that they need, and ``num_spare``."""
+    windows = None
+    if group is not None:
+        sizes = page_size, group.reach, max_num_seqs, max_num_batched_tokens
+        pool = PagePool(min(num_pages, WindowPages.room(*sizes) + num_spare), page_size)
+        windows = WindowPages(pool, group.oldest)
+    pool = PagePool(num_pages, page_size)
     return Scheduler(
-        PagePool(num_pages, page_size),
+        Memory(pool, windows, enable_prefix_caching=enable_prefix_caching),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         window=window,
-        enable_prefix_caching=enable_prefix_caching,
     )
 
 
@@ -41,8 +56,14 @@ def request_of(name: str, prompt: int | list[int], max_tokens: int = 4, **option
 class Steps:
     """An engine without a model; each slot holds a number that stands for its whole prefix."""
 
-    def __init__(self, scheduler: Scheduler, source: random.Random | None = None) -> None:
-        self.scheduler = scheduler
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        source: random.Random | None = None,
+        group: LayerGroup | None = None,
+    ) -> None:
+        self.scheduler, self.group = scheduler, group
+        self.window_slots: dict[tuple[int, int], int] = {}
         self.source = source or random.Random(0)
         self.slots: dict[tuple[int, int], int] = {}
         self.num_computed = 0  # committed tokens fed so far
@@ -86,11 +107,15 @@ class Steps:
             assert self.step(), "requests remain and nothing moves"
             max_steps -= 1
             assert max_steps, "it does not end"
-        assert self.scheduler.pool.num_free == self.scheduler.pool.num_pages
+        pool = self.scheduler.memory.pool
+        assert pool.num_free == pool.num_pages
 
     def _read(self, request: Request) -> None:
         for index, expected in enumerate(self._contents(request)[: request.num_cached]):
             assert self.slots[self._slot(request, index)] == expected, "reads another prefix"
+            if self.group is not None and index >= self.group.oldest(request.num_cached):
+                slot = self._slot(request, index, is_window=True)
+                assert self.window_slots[slot] == expected, "reads another window"
 
     def _write(self, row: ScheduledRow) -> None:
         self.num_computed += row.num_tokens
@@ -100,6 +125,11 @@ class Steps:
             holders = [item for item in self.scheduler.running if page in item.pages]
             assert holders == [row.request], "writes to a page that others read"
             self.slots[page, slot] = contents[index]
+            if self.group is not None:
+                page, slot = self._slot(row.request, index, is_window=True)
+                holders = [item for item in self.scheduler.running if page in item.window_pages]
+                assert holders == [row.request], "writes to a page that others read"
+                self.window_slots[page, slot] = contents[index]
 
     def _accept(self, row: ScheduledRow, num_accepted: int) -> int:
         """Commit tokens, in mode exact leading drafts first; return the number of right drafts."""
@@ -114,9 +144,9 @@ class Steps:
         request.drafts = [Draft(token, 0.5) for token in tokens]
         return len(drafts)
 
-    def _slot(self, request: Request, index: int) -> tuple[int, int]:
-        page, offset = divmod(index, self.scheduler.pool.page_size)
-        return request.pages[page], offset
+    def _slot(self, request: Request, index: int, *, is_window: bool = False) -> tuple[int, int]:
+        page, offset = divmod(index, self.scheduler.memory.pool.page_size)
+        return (request.window_pages if is_window else request.pages)[page], offset
 
     @staticmethod
     def _contents(request: Request) -> list[int]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decoding.engine_requests import make_request
+from decoding.engines import poison_windows
 from mars_platform.method.mode import Mode
 from mars_serve.engine.decoding_options import Outcomes
 from mars_serve.engine.engine import Engine
@@ -24,10 +25,14 @@ class Watch:
     def __init__(self, engine: Engine, model: PreTrainedModel) -> None:
         self.engine, self.model, self.worst, self.num_positions = engine, model, 0.0, 0
         self.rows: Sequence[ScheduledRow] = ()
-        engine.on_launch = lambda rows: setattr(self, "rows", rows)
+        engine.on_launch = self._note
         function = engine._runner._forward._function  # type: ignore[attr-defined]
         self._hidden, self._logits = function.hidden, function.logits
         function.hidden = self
+
+    def _note(self, rows: Sequence[ScheduledRow]) -> None:
+        self.rows = rows
+        poison_windows(self.engine)
 
     @torch.inference_mode()
     def __call__(self, ids: Tensor, *rest: Any, **options: Any) -> Tensor:

@@ -18,10 +18,11 @@ from mars_platform.method.rules import oldest_visible
 from mars_platform.mixing.bind import AttentionCall, read_call
 from mars_platform.mixing.probe import Probe
 from mars_train.method.attention import FLEX_MULTIPLE, TRAINED
-from mars_train.method.layout import Batch, Layout, collate, lay_out
+from mars_train.method.layout import PADDING_DOCUMENT, Batch, Layout, collate, lay_out
 from mars_train.method.objective import Objective
 from packed import MASK, PAD
 from plain_paths import expected_losses, losses
+from routing import routed_experts
 
 WINDOW = 6  # more than a block, and less than a document
 LENGTHS = (21, 9, 17)
@@ -103,6 +104,28 @@ def test_each_slot_attends_as_in_a_pass_over_its_path(family: str) -> None:
     torch.testing.assert_close(losses(objective, batch), expected, rtol=1e-4, atol=1e-4)
     alone = collate([[layout] for layout in layouts()], PAD)
     torch.testing.assert_close(losses(objective, alone), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_masks_change_no_tokens_experts(family: str) -> None:
+    """Tokens of packed rows go to the experts of a plain pass over their document."""
+    model = build_model(family, pad_token_id=PAD, num_experts=4, **EXPERTS)
+    batch = packed()
+    with routed_experts(model) as chosen:
+        losses(Objective(model, masked=True), batch)
+        beside = torch.stack(chosen, dim=1)[: batch.tokens.numel()]
+    is_token = (~batch.noisy & (batch.documents != PADDING_DOCUMENT)).flatten()
+    assert int((batch.tokens == MASK).sum()) > 20
+    with routed_experts(model) as chosen:
+        alone = []
+        for document in range(len(LENGTHS)):
+            chosen.clear()
+            tokens = batch.tokens.flatten()[is_token & (batch.documents == document).flatten()]
+            model(tokens[None], use_cache=False)
+            alone.append(torch.stack(chosen, dim=1))
+    assert beside[is_token].equal(torch.cat(alone))
+    expected = expected_losses(model, batch)
+    torch.testing.assert_close(losses(Objective(model, masked=True), batch), expected)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma4_text", "llama4_text", "mimo_v2_flash"])

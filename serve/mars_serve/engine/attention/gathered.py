@@ -179,7 +179,7 @@ class GatheredAttention:
         pages = [
             page
             for row in rows
-            for page in row.pages[-(-row.num_cached // size) : self._num_pages(row)]
+            for page in self._layers.pages(row)[-(-row.num_cached // size) : self._num_pages(row)]
         ]
         if pages:
             self._clear(pages)
@@ -307,7 +307,8 @@ class GatheredAttention:
         """Count the leading pages of a row that none of its positions sees."""
         if not self._layers.is_bounded:
             return 0
-        return int(self._layers.oldest(np.array(row.num_cached))) // self.page_size
+        hidden: int = self._layers.oldest(row.num_cached) // self.page_size
+        return hidden
 
     def _num_visible(self, row: BatchRow) -> int:
         """Count the pages of the keys that a row sees, masks included."""
@@ -319,7 +320,8 @@ class GatheredAttention:
         slots: list[int] = []
         for row in batch.rows:
             tokens = range(row.num_cached, row.num_cached + row.num_tokens)
-            slots += [row.pages[t // size] * size + t % size for t in tokens]
+            pages = self._layers.pages(row)
+            slots += [pages[t // size] * size + t % size for t in tokens]
             slots += [self._waste * size] * row.num_masks
         slots += [self._waste * size] * (len(batch.ids) - len(slots))
         # Pages are laid out by head: (page, offset) of head h lies at (page * heads + h, offset).
@@ -335,7 +337,8 @@ class GatheredAttention:
         width, size, num_heads = max(row.length for row in rows), self.page_size, len(self._heads)
         hidden = [self._num_hidden(row) for row in rows]
         tables = [
-            row.pages[count : self._num_pages(row)] for row, count in zip(rows, hidden, strict=True)
+            self._layers.pages(row)[count : self._num_pages(row)]
+            for row, count in zip(rows, hidden, strict=True)
         ]
         num_pages = max(self._num_visible(row) for row in rows)
         if self._batch_invariant:  # a row alone, of whose keys no block may begin elsewhere

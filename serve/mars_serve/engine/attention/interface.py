@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from mars_platform.mixing.specs import AttentionSpec
-from mars_serve.engine.batch import StepBatch
+from mars_serve.engine.batch import BatchRow, StepBatch
 
 
 @dataclass(frozen=True)
@@ -42,13 +40,25 @@ class LayerGroup:
     @property
     def is_bounded(self) -> bool:
         """Whether a query may not see the first tokens of its text."""
-        return self.window is not None or self.chunk is not None
+        return self.reach is not None
 
-    def oldest(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the first position that the queries at ``positions`` see."""
+    @property
+    def reach(self) -> int | None:
+        """Most tokens that a query sees, itself included; None for all."""
+        return self.chunk or self.window
+
+    def oldest(self, positions: Any) -> Any:
+        """Return the first position that the query at a position sees, or those at an array of
+        positions.
+        """
         if self.chunk is not None:
             return positions - positions % self.chunk
-        return np.maximum(positions + 1 - (self.window or 2**62), 0)
+        first = positions + 1 - (self.window or 2**62)
+        return first * (first > 0)
+
+    def pages(self, row: BatchRow) -> list[int]:
+        """Return the pages of a row in these layers; see `WindowPages`."""
+        return row.window_pages if self.is_bounded else row.pages
 
 
 class Place(NamedTuple):

@@ -103,7 +103,7 @@ class PagedAttention:
             numbers[begin:end] for begin, end in pairwise(ends)
         )
         used, rows = batch.num_positions, Rows.of(batch)
-        pages = _page_table(batch.rows, rows, self.page_size)
+        pages = self._page_table(batch.rows, rows)
         num_pages = min(pages.shape[1], shape.num_pages)
         table.reshape(shape.num_rows, -1)[: len(pages), :num_pages] = pages[:, :num_pages]
         slots[:] = self._waste
@@ -131,6 +131,14 @@ class PagedAttention:
             combine.reshape(-1, COMBINE_FIELDS),
             oldest if self._layers.is_bounded else None,
         )
+
+    def _page_table(self, batch: list[BatchRow], rows: Rows) -> Numbers:
+        """Return the pages of each row's cached and fed tokens, padded with zeros."""
+        counts = -(-(rows.num_cached + rows.num_tokens) // self.page_size)
+        table = np.zeros((len(batch), counts.max(initial=0)), dtype=np.int64)
+        for row, count, each in zip(table, counts.tolist(), batch, strict=True):
+            row[:count] = self._layers.pages(each)[:count]
+        return table
 
     def unpack(self, numbers: Tensor, shape: StepShape) -> PagedMetadata:
         """Return the metadata of a step, views of its integers on the device."""
@@ -227,12 +235,3 @@ def largest_block_of(head_dim: int, dtype: torch.dtype) -> int:
     if dtype == torch.float32:
         return 32
     return 128 if head_dim <= 128 else 64
-
-
-def _page_table(batch: list[BatchRow], rows: Rows, page_size: int) -> Numbers:
-    """Return the pages of each row's cached and fed tokens, padded with zeros."""
-    counts = -(-(rows.num_cached + rows.num_tokens) // page_size)
-    table = np.zeros((len(batch), counts.max(initial=0)), dtype=np.int64)
-    for row, count, pages in zip(table, counts.tolist(), batch, strict=True):
-        row[:count] = pages.pages[:count]
-    return table

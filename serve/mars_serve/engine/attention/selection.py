@@ -33,29 +33,31 @@ def choose_attention(
     specs: Sequence[AttentionSpec],
     settings: EngineSettings,
     *,
-    num_pages: int,
     page_size: int,
+    num_pages: int,
+    num_window_pages: int,
 ) -> Attention:
     """Return a backend that reads pages in place if a kernel can, and one that gathers them if not.
 
-    ``model``, of layers with ``specs``, is on its device and in its type.
+    ``model``, of layers with ``specs``, is on its device and in its type. See `PoolSizes`.
     """
     groups, places = group_layers(specs)
     device, dtype = model.device, model.dtype
     head_dim = max(max(group.key_dim, group.value_dim) for group in groups)
     reason = why_gathered(settings, device, dtype, head_dim=head_dim)
-    sizes: dict[str, Any] = {"num_pages": num_pages, "page_size": page_size}
-    sizes |= {"dtype": dtype, "device": device}
+    options: dict[str, Any] = {"page_size": page_size, "dtype": dtype, "device": device}
+    counts = [num_window_pages if group.is_bounded else num_pages for group in groups]
+    sizes = list(zip(groups, counts, strict=True))
     is_uniform = len(groups) == 1 and all(
         place.is_own and place.rank == layer for layer, place in places.items()
     )
     if reason is None:
         _log.info("attention reads pages in place")
-        paged = [PagedAttention(group, **sizes) for group in groups]
+        paged = [PagedAttention(group, num_pages=count, **options) for group, count in sizes]
         return paged[0] if is_uniform else MixedPagedAttention(paged, places)
     _log.info("attention gathers pages: %s", reason)
-    sizes["batch_invariant"] = settings.batch_invariant
-    gathered = [GatheredAttention(group, **sizes) for group in groups]
+    options["batch_invariant"] = settings.batch_invariant
+    gathered = [GatheredAttention(group, num_pages=count, **options) for group, count in sizes]
     return gathered[0] if is_uniform else MixedAttention(gathered, places)
 
 

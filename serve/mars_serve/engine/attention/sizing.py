@@ -1,46 +1,76 @@
-"""The number of pages of an engine's pool, by the settings or by the device's memory."""
+"""The numbers of pages of an engine's pools, by the settings or by the device's memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
 from mars_platform.errors import UserError
-from mars_platform.mixing.specs import AttentionSpec
-from mars_serve.engine.attention.interface import group_layers
+from mars_serve.engine.attention.interface import LayerGroup
+from mars_serve.engine.memory import CACHED_SHARE, WindowPages
 from mars_serve.engine.settings import CPU_PAGES, EngineSettings
 
 
-def elements_per_token(specs: Sequence[AttentionSpec]) -> int:
-    """Return the number of elements of a token's keys and values over all layers."""
-    return sum(group.elements_per_token for group in group_layers(specs)[0])
+class PoolSizes(NamedTuple):
+    """Sizes of the pool of pages that hold whole texts, and of that of `WindowPages`."""
+
+    page_size: int
+    num_pages: int
+    num_window_pages: int
+    """0 if every layer sees whole texts."""
 
 
-def num_pages(settings: EngineSettings, token_elements: int, model: PreTrainedModel) -> int:
-    """Return the number of pages that the settings give or the device's memory allows.
+def pool_sizes(
+    settings: EngineSettings, groups: Sequence[LayerGroup], model: PreTrainedModel
+) -> PoolSizes:
+    """Return the pages that the settings give or the device's memory allows.
 
-    On a GPU, pages fill the memory that is free once ``model`` is on it, within this process's
-    share of the device, as `torch.cuda.set_per_process_memory_fraction` has set it. A token has
-    ``token_elements``; see `elements_per_token`.
+    On a GPU, pages fill the memory that is free once ``model``, of layers in ``groups``, is on it,
+    within this process's share of the device, as `torch.cuda.set_per_process_memory_fraction` has
+    set it.
 
     Raises:
         UserError: the memory does not hold one page.
     """
-    if settings.num_pages is not None:
-        return settings.num_pages
-    if model.device.type != "cuda":
-        return CPU_PAGES
-    free = _bytes_left(model.device)
-    page_size = settings.page_size_on(model.device.type)
-    page_bytes = token_elements * page_size * model.dtype.itemsize
-    fitting: int = int(free * settings.memory_fraction) // page_bytes
+    page_size, num_pages = settings.page_size_on(model.device.type), settings.num_pages
+    room, reach = 0, max((group.reach or 0 for group in groups), default=0)
+    if reach:
+        rows, positions = settings.max_num_seqs, settings.max_num_batched_tokens
+        room = WindowPages.room(page_size, reach, rows, positions)
+    if num_pages is None and model.device.type == "cuda":
+        page_bytes = [0, 0]
+        for group in groups:
+            num_bytes = group.elements_per_token * page_size * model.dtype.itemsize
+            page_bytes[group.is_bounded] += num_bytes
+        num_pages = _num_fitting(settings, model.device, room, *page_bytes)
+    num_pages = num_pages or CPU_PAGES
+    return PoolSizes(
+        page_size, num_pages, min(num_pages, room + num_pages // CACHED_SHARE) if room else 0
+    )
+
+
+def _num_fitting(
+    settings: EngineSettings, device: torch.device, room: int, page_bytes: int, window_bytes: int
+) -> int:
+    """Return how many pages a GPU's memory holds beside those of windows.
+
+    If there are n, windows have n or ``room + n / CACHED_SHARE`` pages, whichever is less. So the
+    larger of the two numbers that either would leave room for fits.
+    """
+    free = _bytes_left(device)
+    share = int(free * settings.memory_fraction)
+    fitting = max(
+        share // (page_bytes + window_bytes),
+        (share - room * window_bytes) * CACHED_SHARE // (CACHED_SHARE * page_bytes + window_bytes),
+    )
     if fitting < 1:
         raise UserError(
             f"engine.memory_fraction: {free / 2**20:.0f} MiB are left beside the weights, less "
-            f"than one page of {page_bytes / 2**20:.1f} MiB; use a larger GPU or share of one, or "
-            "a smaller model"
+            f"than one page of {(page_bytes + window_bytes) / 2**20:.1f} MiB; use a larger GPU or "
+            "share of one, or a smaller model"
         )
     return fitting
 

@@ -124,15 +124,16 @@ class FaultIsolation:
             self._num_failures = self._num_failures + 1 if len(errors) == len(judged) else 0
         if self._num_failures >= _MAX_FAILURES:
             self._num_failures = 0
-            self._try_itself(rows[results.index(errors[0])].request.pages[-1])
+            self._try_itself(rows[results.index(errors[0])].request)
 
-    def _try_itself(self, page: int) -> None:
-        """Run a step without any client's part, in a page that nobody reads any more.
+    def _try_itself(self, failed: Request) -> None:
+        """Run a step without any client's part, in the last page of a request that has failed.
 
         Raises:
             RuntimeError: it fails, so no client's request is to blame.
         """
-        request = Request("trial", [0], DecodingOptions(1), pages=[page])
+        request = Request("trial", [0], DecodingOptions(1))
+        request.pages, request.window_pages = failed.pages[-1:], failed.window_pages[-1:]
         try:
             (result,) = self._runner.run([ScheduledRow(request, 1, (0,), reads_logits=True)])
             result = _checked(result)

@@ -158,6 +158,7 @@ class ModelRunner:
         """Return the logits behind a prompt's tokens but the last, computed in several steps."""
         request = Request("check", tokens, DecodingOptions(1, num_prompt_logprobs=0))
         request.pages = list(range(-(-len(tokens) // page_size)))  # nothing else holds any yet
+        request.window_pages = request.pages
         found = []
         for most in (PREFIX, len(tokens)):
             if not request.scores_prompt:

@@ -10,6 +10,7 @@ from functools import partial
 
 from mars_autoscale.model.step_times import StepTimes
 from mars_serve.engine.decoding_options import DecodingOptions
+from mars_serve.engine.memory import Memory
 from mars_serve.engine.pages import PagePool
 from mars_serve.engine.request import Request
 from mars_serve.engine.scheduled_row import ScheduledRow
@@ -47,8 +48,8 @@ class StepTimer:
 
     run: Callable[[Rows], object]
     """Function that runs a step and waits for its results."""
-    pool: PagePool
-    """Pool of the steps' pages."""
+    memory: Memory
+    """Memory of the steps' pages."""
     clock: Callable[[], float]
     """Function that returns seconds; see `clock_of`."""
 
@@ -79,7 +80,7 @@ class StepTimer:
         self.run(rows)
         seconds = self.clock() - begin
         for row in rows:
-            self.pool.release(row.request.pages)
+            self.memory.release(row.request)
         return seconds
 
 
@@ -112,16 +113,16 @@ def measure_steps(
 ) -> StepTimes:
     """Measure the seconds of a step by its positions and cached tokens.
 
-    The pool of ``timer`` has no allocated pages, before and afterwards. The cost of reading a
+    The memory of ``timer`` has no allocated pages, before and afterwards. The cost of reading a
     cached token is measured in full batches of the narrowest and the widest rows, and interpolated
     between them. The quickest of ``repeats`` runs, fewer of long steps, counts.
     """
-    pool = timer.pool
-    grid = _Grid.of(pool, sizes)
+    memory = timer.memory
+    grid = _Grid.of(memory.pool, sizes)
     num_rows, largest, short, long = grid.num_rows, grid.largest, grid.short, grid.long
     ends = [(count, cached) for count in (num_rows, largest) for cached in (long, short)]
     steps = [
-        partial(_rows, pool, count, min(count, num_rows), cached, sizes.window)
+        partial(_rows, memory, count, min(count, num_rows), cached, sizes.window)
         for count, cached in [*ends, *((count, short) for count in grid.positions)]
     ]
     seconds = timer.seconds(steps, repeats, on_progress)
@@ -146,7 +147,7 @@ def _mask_seconds(timer: StepTimer, grid: _Grid, window: int, repeats: int) -> f
     count = min(_FEW, grid.largest // grid.num_rows)  # a row that long has room
     if count < 2:  # no step has a mask
         return 0.0
-    steps = [partial(_rows, timer.pool, count, 1, grid.short, masks) for masks in (window, 0)]
+    steps = [partial(_rows, timer.memory, count, 1, grid.short, masks) for masks in (window, 0)]
     with_masks_s, without_s = timer.seconds(steps, repeats)
     return max(0.0, with_masks_s - without_s)
 
@@ -189,18 +190,18 @@ def measure_prefill(
     A step has ``num_tokens``, or as many as the pool holds, of requests of ``max_length`` at most.
     The quickest of ``repeats`` runs, fewer of a long step, counts.
     """
-    pool = timer.pool
+    pool = timer.memory.pool
     num_tokens = min(num_tokens, pool.num_free * pool.page_size)
     # `_rows` makes some rows one position longer than others: one token each is left free.
     num_rows = math.ceil(num_tokens / max(max_length - 1, 1))
     room = pool.num_free // num_rows * pool.page_size - 1
     num_tokens = min(num_tokens, num_rows * max(room, 1))
-    step = partial(_rows, pool, num_tokens, num_rows, 0, 0)
+    step = partial(_rows, timer.memory, num_tokens, num_rows, 0, 0)
     return num_tokens / replace(timer, clock=time.perf_counter).seconds([step], repeats)[0]
 
 
 def _rows(
-    pool: PagePool, num_positions: int, num_rows: int, num_cached: int, window: int
+    memory: Memory, num_positions: int, num_rows: int, num_cached: int, window: int
 ) -> list[ScheduledRow]:
     """Make rows that share positions as in decoding: unevenly, about two thirds of them masks."""
     rows = []
@@ -212,6 +213,6 @@ def _rows(
         num_tokens = length - num_masks
         request = Request("warm-up", [0] * (num_cached + num_tokens), DecodingOptions(1))
         request.num_cached = num_cached
-        request.pages = pool.allocate(pool.pages_for(num_cached + num_tokens))
+        assert memory.reserve(request, num_tokens), "the pool holds the rows"
         rows.append(ScheduledRow(request, num_tokens, (num_masks,), reads_logits=True))
     return rows

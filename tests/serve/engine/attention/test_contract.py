@@ -46,7 +46,13 @@ def attention_of(
     groups, places = group_layers(specs)
     options: Any = {"dtype": model.dtype, "device": model.device, **sizes}
     options["batch_invariant"] = backend == "batch-invariant"
-    backends = [GatheredAttention(group, **options) for group in groups]
+    num_window_pages = options.pop("num_window_pages")
+    backends = [
+        GatheredAttention(
+            group, **options | ({"num_pages": num_window_pages} if group.is_bounded else {})
+        )
+        for group in groups
+    ]
     is_uniform = len(groups) == 1 and all(place.is_own for place in places.values())
     return backends[0] if is_uniform else MixedAttention(backends, places)
 
@@ -202,7 +208,8 @@ def test_no_bit_depends_on_the_cut_of_a_prompt(kind: Any) -> None:
         found = []
         for num_cached, tokens, masks in rows:
             part = AttentionStep([(num_cached, tokens, masks)], torch.device("cpu"), **kind)
-            part.batch.rows[0].pages = step.batch.rows[0].pages
+            row = part.batch.rows[0]
+            row.pages = row.window_pages = step.batch.rows[0].pages
             own = slice(num_cached, num_cached + len(part.batch.ids))  # padding is another's
             metadata = attention.prepare(part.batch)
             output = attention.attend(

@@ -51,8 +51,9 @@ def test_pages_are_gathered_if_no_kernel_reads_them(
             tiny_model("qwen2"),
             [AttentionSpec(layer=0, heads=4, kv_heads=2, key_dim=8, value_dim=8)],
             EngineSettings(**settings),
-            num_pages=4,
             page_size=16,
+            num_pages=4,
+            num_window_pages=0,
         )
     assert isinstance(attention, GatheredAttention)
     assert words in caplog.text

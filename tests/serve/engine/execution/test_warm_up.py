@@ -15,6 +15,7 @@ from mars_serve.engine.execution.warm_up import (
     measure_prefill,
     measure_steps,
 )
+from mars_serve.engine.memory import Memory
 from mars_serve.engine.pages import PagePool
 from mars_serve.engine.scheduled_row import ScheduledRow
 
@@ -27,6 +28,7 @@ class Machine:
 
     def __init__(self, cost: Cost, num_pages: int = 200) -> None:
         self.pool = PagePool(num_pages, 4)
+        self.memory = Memory(self.pool)
         self.cost = cost
         self.steps: list[list[ScheduledRow]] = []
         self.wall_s = self.cpu_s = 0.0
@@ -45,7 +47,7 @@ class Machine:
         self.steps.append(list(rows))
 
     def timer(self, device: str = "cuda") -> StepTimer:
-        return StepTimer(self.run, self.pool, clock_of(device))
+        return StepTimer(self.run, self.memory, clock_of(device))
 
 
 @pytest.fixture
