@@ -61,7 +61,7 @@ def test_the_engine_chooses_as_transformers(
     most = 8 if setup.is_tiny else 48
     source = torch.Generator().manual_seed(1)
     prompts = [
-        torch.randint(4, model.checkpoint.config.vocab_size - 8, (length,), generator=source)
+        torch.randint(4, model.checkpoint.vocabulary_size - 8, (length,), generator=source)
         for length in lengths
     ]
     for mode in (Mode.AR, Mode.EXACT):

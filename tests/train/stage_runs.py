@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from mars_platform.errors import UserError
+from mars_platform.mixing.head import causal_of
 from mars_train.data.token_store import TokenStoreWriter
 from mars_train.recipe import Recipe, ScratchModel
 from mars_train.run.scratch import create_model
 from mars_train.stage.history import TrainingHistory
 from mars_train.stage.job import Notice, StageJob
-from mars_train.stage.parallel import Workers, whole_parameters
+from mars_train.stage.parallel import Workers, whole_weights
 from mars_train.stage.trainer import StageTrainer
 
 TIMEOUT_S = 600
@@ -169,11 +170,11 @@ def _run_stage(job, events):
         error = str(raised)
     if trainer is None:
         return StageOutcome(finished, error, TrainingHistory(), {}, None, reporter)
-    weights = {name: weight.clone() for name, weight in whole_parameters(trainer.model).items()}
+    weights = {name: weight.clone() for name, weight in whole_weights(trainer.model).items()}
     logits = None
     if scaling.strategy == "ddp":
         with torch.no_grad():
-            logits = trainer.model.eval()(PROBE).logits
+            logits = causal_of(trainer.model.eval())(PROBE).logits
     return StageOutcome(finished, error, trainer.history, weights, logits, reporter)
 
 

@@ -10,12 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from mars_platform.checkpoint.adapter.files import Adapter, identify_base, read_adapter
 from mars_platform.checkpoint.calibration import read_calibration
-from mars_platform.checkpoint.directory import Checkpoint, load_model, read_checkpoint
+from mars_platform.checkpoint.directory import (
+    Checkpoint,
+    load_model,
+    loader_of,
+    read_checkpoint,
+)
 from mars_platform.errors import UserError
+from mars_platform.mixing.head import drop_towers
 
 if TYPE_CHECKING:  # importing it takes seconds, and a server's ingress loads no model
     from transformers import PreTrainedModel
@@ -66,12 +71,13 @@ def load_weights(checkpoint: Checkpoint, *, dtype: torch.dtype) -> PreTrainedMod
     """Load the weights of a checkpoint that `read_model` returned, on the CPU, in evaluation mode.
 
     All weights are converted to ``dtype``. If there is an adapter, it is attached, and no weight
-    takes gradients.
+    takes gradients. What a multimodal model has for images and sound is left out.
 
     Raises:
         UserError: weights are missing or damaged, or do not fit each other.
     """
     model = load_model(checkpoint.path, dtype=dtype)
+    drop_towers(model)
     if checkpoint.adapter is None:
         return model
     checkpoint.adapter.attach(model)
@@ -87,5 +93,5 @@ def check_fit(checkpoint: Checkpoint) -> None:
     if checkpoint.adapter is None:
         return
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(checkpoint.config, trust_remote_code=False)
+        model = loader_of(checkpoint.config).from_config(checkpoint.config, trust_remote_code=False)
     checkpoint.adapter.attach(model)

@@ -6,16 +6,19 @@ or HTTP library.
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
@@ -33,7 +36,7 @@ from mars_platform.checkpoint.metadata import (
 from mars_platform.checkpoint.tokenizer import mask_id, name_mask_token, read_tokenizer
 from mars_platform.config import read_json
 from mars_platform.errors import UserError, one_line
-from mars_platform.mixing.head import per_layer_embedding
+from mars_platform.mixing.head import per_layer_embedding, text_prefixes
 
 if TYPE_CHECKING:  # importing transformers' models takes seconds; a server's ingress loads none
     from transformers import PreTrainedModel
@@ -84,21 +87,26 @@ class Checkpoint:
         return weights_fingerprint(self.own_path)
 
     @property
+    def vocabulary_size(self) -> int:
+        """Number of rows of the embedding, and of logits."""
+        return int(self.config.get_text_config().vocab_size)
+
+    @property
     def max_length(self) -> int:
         """Length of the longest sequence, prompt and output together, in tokens."""
-        return int(self.config.max_position_embeddings)
+        return int(self.config.get_text_config().max_position_embeddings)
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens that have both a text and a logit; an adapter's mask may have none."""
-        return min(len(self.tokenizer), int(self.config.vocab_size))
+        return min(len(self.tokenizer), self.vocabulary_size)
 
     def with_metadata(self, metadata: MarsMetadata) -> Checkpoint:
         """Return this AR checkpoint as a MARS checkpoint that is yet to be trained.
 
         It has no calibration. The tokenizer must already have the mask token.
         """
-        special = _special_tokens(self.path, self.tokenizer, metadata, self.config)
+        special = _special_tokens(self.path, self.tokenizer, metadata, self.vocabulary_size)
         return replace(self, metadata=metadata, special=special, calibration=None)
 
 
@@ -115,16 +123,24 @@ def read_checkpoint(model: str | Path, *, with_calibration: bool = True) -> Chec
     path, metadata = read_metadata_of(model)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        vocabulary_size = config.get_text_config().vocab_size
         tokenizer = read_tokenizer(path)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise UserError(f"model: {path} cannot be loaded ({one_line(error)})") from error
     if metadata is not None:
         check_mask_token(path, metadata, mask_id(tokenizer))
-    special = _special_tokens(path, tokenizer, metadata, config)
+    special = _special_tokens(path, tokenizer, metadata, vocabulary_size)
     calibration = None
     if with_calibration and metadata is not None:
         calibration = read_calibration(path, metadata.block_size)
     return Checkpoint(path, config, tokenizer, metadata, special, calibration)
+
+
+def loader_of(config: PreTrainedConfig) -> Any:
+    """Return transformers' loader of a family's models: with all parts, if it is multimodal."""
+    is_whole = config.get_text_config() is config
+    is_multimodal = not is_whole and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
+    return AutoModelForMultimodalLM if is_multimodal else AutoModelForCausalLM
 
 
 def load_model(path: Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -135,7 +151,8 @@ def load_model(path: Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedM
     """
     disable_progress_bar()  # a display of the whole command stands there
     try:
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        model, loading = loader_of(config).from_pretrained(
             path,
             trust_remote_code=False,
             dtype=dtype,
@@ -159,9 +176,29 @@ def save_checkpoint(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     metadata: MarsMetadata | None,
+    *,
+    start: Path | None = None,
 ) -> None:
-    """Write a checkpoint directory, which plain transformers can load as the AR model."""
-    model.save_pretrained(path)
+    """Write a checkpoint directory, which plain transformers can load as the AR model.
+
+    A multimodal model keeps what is not for text: its weights are written in the narrowest type
+    that holds them exactly, as they were stored, and the files of its processor are copied from
+    ``start``, the checkpoint that it was made from.
+    """
+    weights, for_text = model.state_dict(), text_prefixes(model)
+    beside = {
+        key: tensor
+        for key, tensor in weights.items()
+        if not key.startswith(for_text) and tensor.is_floating_point()
+    }
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow = {key: tensor.to(dtype) for key, tensor in beside.items()}
+        if all(torch.equal(narrow[key].to(beside[key]), beside[key]) for key in beside):
+            weights |= narrow
+            break
+    model.save_pretrained(path, state_dict=weights)
+    for file in start.glob("*processor_config.json") if start else ():
+        shutil.copyfile(file, path / file.name)
     tokenizer.save_pretrained(path)
     if metadata is not None:
         text = metadata.model_dump_json(indent=2)
@@ -201,7 +238,7 @@ def _special_tokens(
     path: Path,
     tokenizer: PreTrainedTokenizerBase,
     metadata: MarsMetadata | None,
-    config: PreTrainedConfig,
+    vocabulary_size: int,
 ) -> SpecialTokens:
     file = path / "generation_config.json"
     generation = read_json(file, _REMEDY) if file.is_file() else {}
@@ -213,7 +250,7 @@ def _special_tokens(
     if metadata is not None:
         banned.add(metadata.mask_token_id)
     # an adapter's mask, or an added token, may lie past the output layer and has no logit
-    known = range(config.vocab_size)
+    known = range(vocabulary_size)
     eos, banned = ({token for token in ids if token in known} for ids in (eos, banned))
     # Several families pad with one of their end tokens, which must stay possible to emit.
     return SpecialTokens(eos=frozenset(eos), never_emitted=frozenset(banned - eos))

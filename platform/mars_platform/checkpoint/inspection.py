@@ -15,7 +15,12 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
-from mars_platform.checkpoint.metadata import MASK_TOKEN, check_mask_token, read_metadata_of
+from mars_platform.checkpoint.metadata import (
+    CHAT_TEMPLATE_FILE,
+    MASK_TOKEN,
+    check_mask_token,
+    read_metadata_of,
+)
 from mars_platform.config import read_json
 from mars_platform.errors import UserError, one_line
 
@@ -69,12 +74,14 @@ def inspect_model(model: str) -> Inspection:
 
 def _linear_layers(tensors: Iterable[str]) -> frozenset[str]:
     """Return the names of linear layers by their weights, such as model.layers.0.mlp.up_proj."""
-    found = map(_LAYER_WEIGHT.search, tensors)
+    text = [name for name in tensors if "language_model." in name]  # of multimodal models
+    found = map(_LAYER_WEIGHT.search, text or tensors)
     return frozenset(each[1] for each in found if each and not each[1].endswith("norm"))
 
 
 def _whole_number(config: dict[str, Any], key: str) -> int | None:
-    value = config.get(key)
+    text = config.get("text_config")  # of a multimodal model
+    value = (text if isinstance(text, dict) else config).get(key)
     return value if isinstance(value, int) else None
 
 
@@ -121,8 +128,8 @@ def check_chat_template(path: Path) -> None:
         path.glob("additional_chat_templates/*.jinja")
     ):
         return
-    file = path / "tokenizer_config.json"
-    if not file.is_file() or not read_json(file, _REMEDY).get("chat_template"):
+    files = [path / name for name in ("tokenizer_config.json", CHAT_TEMPLATE_FILE)]
+    if not any(file.is_file() and read_json(file, _REMEDY).get("chat_template") for file in files):
         raise UserError(
             "model: the tokenizer has no chat template; add the model's as chat_template.jinja"
         )

@@ -30,6 +30,8 @@ from mars_platform.errors import UserError
 
 MASK_TOKEN = "<|mask|>"  # noqa: S105 - a token of the vocabulary, not a secret
 METADATA_FILE = "mars.json"
+CHAT_TEMPLATE_FILE = "chat_template.json"
+"""Place of the chat template in older multimodal checkpoints, which only processors read."""
 ADAPTER_FILE = "adapter_config.json"
 _DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")

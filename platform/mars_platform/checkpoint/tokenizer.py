@@ -9,7 +9,8 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mars_platform.checkpoint.metadata import MASK_TOKEN
+from mars_platform.checkpoint.metadata import CHAT_TEMPLATE_FILE, MASK_TOKEN
+from mars_platform.config import read_json
 
 
 def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -22,6 +23,10 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
         path, trust_remote_code=False
     )
+    file = Path(path) / CHAT_TEMPLATE_FILE
+    if tokenizer.chat_template is None and file.is_file():
+        template = read_json(file, "copy the checkpoint's file again").get("chat_template")
+        tokenizer.chat_template = template
     return tokenizer
 
 

@@ -1,11 +1,15 @@
 """The two halves of a causal model: the decoder, and what makes logits of its hidden states.
 
+A multimodal model has both in its text part, beside parts for images and sound.
+
 Imports no Ray or HTTP library.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +19,46 @@ if TYPE_CHECKING:  # importing it takes seconds, and a server's ingress loads no
 
 
 def decoder_of(model: PreTrainedModel) -> Any:
-    """Return the part of a causal model that makes hidden states of token ids.
+    """Return the part of a causal or multimodal model that makes hidden states of token ids.
 
     Some families call the causal model itself their base model.
     """
-    base: Any = model.base_model
-    inner = (part for part in model.children() if hasattr(part, "config"))
-    return base if base is not model else next(inner, base)
+    causal: Any = causal_of(model)
+    base: Any = causal.base_model
+    if base is causal:
+        base = next((part for part in causal.children() if hasattr(part, "config")), base)
+    inner = dict(base.named_children())
+    return inner.get("language_model") or inner.get("text_model") or base
+
+
+def causal_of(model: PreTrainedModel) -> Any:
+    """Return the causal model of text that a multimodal one is made around, or the model itself."""
+    inner: Any = dict(model.named_children()).get("language_model")
+    return model if inner is None or inner.get_output_embeddings() is None else inner
+
+
+def text_prefixes(model: PreTrainedModel) -> tuple[str, ...]:
+    """Return the beginnings of the names of all weights that text passes through."""
+    parts = decoder_of(model), model.get_output_embeddings()
+    return tuple(
+        f"{name}." if name else ""
+        for name, module in model.named_modules()
+        if any(module is part for part in parts)
+    )
+
+
+def drop_towers(model: PreTrainedModel) -> None:
+    """Drop the models of images and sound from a multimodal one, in place; text needs none."""
+    config: Any = model.config
+    for key in type(config).sub_configs:
+        if getattr(config, key) is not config.get_text_config():
+            setattr(config, key, None)  # or transformers warns that its model is missing
+    parent: Any = model
+    for name in text_prefixes(model)[0].split(".")[:-1]:
+        for other, part in list(parent.named_children()):
+            if other != name and hasattr(part, "config"):
+                setattr(parent, other, None)
+        parent = getattr(parent, name)
 
 
 def per_layer_embedding(model: PreTrainedModel) -> nn.Embedding | None:
@@ -33,21 +70,24 @@ def per_layer_embedding(model: PreTrainedModel) -> nn.Embedding | None:
 class Head:
     """The output layer, and what its family does to the logits; the model keeps the weights.
 
-    Fields of the configuration are taken by their names. Where a family means something else by
-    them, the logits are not the model's own, as `mars_platform.mixing.probe` finds.
+    Fields of the configuration are taken by their names. Families multiply or divide by them, or
+    leave them alone; which of it, the model's own logits of one hidden state tell. Where a family
+    means something else, the logits are not its own, as `mars_platform.mixing.probe` finds.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         config: Any = model.config.get_text_config()
         self.layer: Any = model.get_output_embeddings()
-        self.factor = _declared(config, "logit_scale", 1.0)
-        self.factor *= _declared(config, "lm_head_multiplier", 1.0)
-        self.factor /= _declared(config, "logits_scaling", 1.0)
         self.cap = _declared(config, "final_logit_softcapping", None)
+        ways = {1.0}
+        for name in ("logit_scale", "lm_head_multiplier", "logits_scaling"):
+            size = _declared(config, name, 1.0)
+            ways = {way * factor for way in ways for factor in (1.0, size, 1.0 / size)}
+        self.factor = next(iter(ways)) if len(ways) == 1 else self._own_factor(model, ways)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., vocabulary] of hidden states [..., hidden_size]."""
-        return self._settled(self.layer(hidden))
+        return self._settled(self.layer(hidden), self.factor)
 
     def write(self, hidden: Tensor, logits: Tensor) -> None:
         """Write the logits of hidden states [n, hidden_size] to a table [n, vocabulary]."""
@@ -56,12 +96,26 @@ class Head:
             return
         torch.mm(hidden, self.layer.weight.t(), out=logits)
         if self.factor != 1.0 or self.cap is not None:
-            logits.copy_(self._settled(logits))
+            logits.copy_(self._settled(logits, self.factor))
 
-    def _settled(self, logits: Tensor) -> Tensor:
-        if self.factor != 1.0:
-            logits = logits * self.factor
+    def _settled(self, logits: Tensor, factor: float) -> Tensor:
+        if factor != 1.0:
+            logits = logits * factor
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+
+    @torch.no_grad()
+    def _own_factor(self, model: PreTrainedModel, ways: Collection[float]) -> float:
+        """Return the factor by which the model itself makes logits of a hidden state."""
+        from transformers.modeling_outputs import MoeModelOutputWithPast
+
+        width = model.config.get_text_config().hidden_size
+        hidden = torch.ones(1, 1, width, dtype=model.dtype, device=model.device)
+        decoded = MoeModelOutputWithPast(last_hidden_state=hidden)
+        with patch.object(decoder_of(model), "forward", lambda *_, **__: decoded):
+            ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+            own = causal_of(model)(input_ids=ids, use_cache=False).logits
+        raw = self.layer(hidden)
+        return min(ways, key=lambda way: float((self._settled(raw, way) - own).abs().max()))
 
 
 def _declared(config: Any, name: str, default: Any) -> Any:

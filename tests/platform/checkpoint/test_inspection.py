@@ -7,6 +7,7 @@ from tokenizers import Tokenizer
 
 from mars_platform.checkpoint.inspection import inspect_model
 from mars_platform.checkpoint.metadata import MASK_TOKEN
+from mars_platform.checkpoint.tokenizer import read_tokenizer
 from mars_platform.errors import UserError
 from mars_train.recipe import ScratchModel
 from mars_train.run.scratch import create_model
@@ -144,3 +145,20 @@ def test_a_malformed_file_is_named(model, file):
     message = refusal(model)
     assert message.startswith(f"{model / file}: cannot be read")
     assert message.endswith("; copy the checkpoint's file again")
+
+
+def test_facts_of_the_text_part_count(model):
+    content = json.loads((model / "config.json").read_text())
+    change(model / "config.json", text_config=content, vocab_size=1, max_position_embeddings=2)
+    tensors = {
+        f"language_model.{name}": tensor for name, tensor in load_file(model / WEIGHTS).items()
+    }
+    tower = {"vision_tower.layers.0.fc1.weight": tensors["language_model.model.norm.weight"]}
+    save_file(tensors | tower, model / WEIGHTS)
+    (model / "chat_template.jinja").unlink()
+    (model / "chat_template.json").write_text(json.dumps({"chat_template": "a template"}))
+    found = inspect_model(str(model))
+    assert (found.vocabulary_size, found.max_length) == (320, 128)
+    assert "q_proj" in found.layers
+    assert "fc1" not in found.layers
+    assert read_tokenizer(model).chat_template == "a template"

@@ -5,7 +5,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from mars_train.stage.parallel import Workers, whole_parameters
+from mars_train.stage.parallel import Workers, whole_weights
 from stage_runs import run_group
 
 WAYS = [(1, "fsdp2"), (2, "ddp"), (3, "fsdp2")]
@@ -60,7 +60,7 @@ def use(strategy, precision="no"):
     found = {
         "sum": workers.sum(2.0**53 + rank, 0.1, float("nan") if rank else 1.0),
         "sharded": [name for name, m in plain.named_modules() if isinstance(m, FSDPModule)],
-        "weights": {k: v.numpy().copy() for k, v in whole_parameters(plain).items()},
+        "weights": {k: v.numpy().copy() for k, v in whole_weights(plain).items()},
     }
     with workers.gradient_exchange(wrapped, last=False):
         torch.autograd.backward(wrapped(inputs(rank)).square().sum())

@@ -100,7 +100,8 @@ def use_attention(model: PreTrainedModel, attention: Attention) -> None:
 
 def why_not_flex(config: PreTrainedConfig, specs: Sequence[AttentionSpec]) -> str | None:
     """Return why flex attention cannot train a model's layers on a GPU, or None if it can."""
-    dropouts = [name for name in _DROPOUTS if getattr(config, name, None)]
+    text = config.get_text_config()
+    dropouts = [name for name in _DROPOUTS if getattr(text, name, None)]
     if dropouts:
         return f"the model has {dropouts[0]}, which flex attention does not do"
     sizes = {size for spec in specs for size in (spec.key_dim, spec.value_dim)}

@@ -94,7 +94,7 @@ class Objective(nn.Module):
     ) -> None:
         super().__init__()
         use_attention(model, attention)
-        self.model = model
+        self.model, self._head = model, Head(model)
         self.masked = masked
         self.mask_loss = mask_loss or MaskLoss()
         self.attention = attention
@@ -240,7 +240,8 @@ class Objective(nn.Module):
         pass computes their logits again. ``F.linear_cross_entropy`` would do the same, but torch
         2.11 lacks it, and it takes a weight matrix instead of any module as the output layer.
         """
-        per_label = self.model.config.vocab_size * sum(column.dim() > 1 for column in columns)
+        vocabulary_size = self.model.config.get_text_config().vocab_size
+        per_label = vocabulary_size * sum(column.dim() > 1 for column in columns)
         num_chunks = -(-len(columns[0]) * per_label // MAX_LOGITS)
         if num_chunks <= 1:
             return function(*columns)
@@ -249,7 +250,7 @@ class Objective(nn.Module):
         return torch.cat([recompute(*chunk) for chunk in chunks])
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return Head(self.model)(hidden)
+        return self._head(hidden)
 
     def _chunk_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
         return self._token_losses(self._logits(hidden), labels)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
 from mars_platform.checkpoint.files import settle
@@ -45,7 +45,7 @@ def prepare_start(directory: RunDirectory, base: Path | None, console: Console) 
         recipe.data.check_context(checkpoint.max_length)
         check_tokenizer(checkpoint.tokenizer)
         if not directory.data.exists():
-            check_first_rows(recipe, checkpoint.tokenizer, checkpoint.config.vocab_size)
+            check_first_rows(recipe, checkpoint.tokenizer, checkpoint.vocabulary_size)
         held_out = None
         if recipe.evaluation is not None:
             held_out = read_held_out(recipe.evaluation, recipe.data, checkpoint)
@@ -53,7 +53,8 @@ def prepare_start(directory: RunDirectory, base: Path | None, console: Console) 
 
 
 def _check_family(checkpoint: Checkpoint) -> None:
-    if type(checkpoint.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    family = type(checkpoint.config)
+    if family not in MODEL_FOR_CAUSAL_LM_MAPPING and family not in MODEL_FOR_MULTIMODAL_LM_MAPPING:
         raise UserError(
             f"model: {checkpoint.path} is of the family {checkpoint.config.model_type!r}, which "
             "has no causal language model; use a decoder, such as Qwen2, Qwen3, Llama or Mistral"

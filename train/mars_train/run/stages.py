@@ -330,7 +330,7 @@ def _prepare_data(directory: RunDirectory, checkpoint: Checkpoint, console: Cons
         f"cut to length, {counts.num_bad:,} bad rows skipped ({directory.report}); "
         f"{time.monotonic() - started:.0f} s",
     )
-    check_vocabulary(counts.max_token_id, checkpoint.config.vocab_size)
+    check_vocabulary(counts.max_token_id, checkpoint.vocabulary_size)
     refuse_few_rows(counts.num_examples, recipe)
 
 

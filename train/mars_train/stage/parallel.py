@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -85,14 +86,18 @@ class Workers:
         return list(gather_object([value]))
 
 
-def whole_parameters(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
-    """Gather the whole parameters of a possibly sharded model; every worker must call this.
+def whole_weights(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
+    """Gather the parameters and stored buffers of a possibly sharded model, each of them whole.
+
+    Every worker must call this.
 
     A worker that does not ``keep`` them takes part but gets an empty dictionary, and holds only one
     whole parameter at a time.
     """
     found = {}
-    for name, parameter in model.named_parameters():
+    stored = model.state_dict()
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in stored)
+    for name, parameter in chain(model.named_parameters(), buffers):
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         if keep:
             found[name] = whole.detach()

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate.utils import set_seed
-from transformers import AutoModelForCausalLM, PreTrainedModel, get_cosine_schedule_with_warmup
+from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
 from mars_platform.checkpoint.adapter.files import save_adapter
 from mars_platform.checkpoint.adapter.layers import attach_adapter
@@ -25,12 +25,14 @@ from mars_platform.checkpoint.directory import (
     Checkpoint,
     add_mask_token,
     load_model,
+    loader_of,
     read_checkpoint,
     save_checkpoint,
 )
 from mars_platform.checkpoint.metadata import MarsMetadata
 from mars_platform.checkpoint.number_type import is_bfloat16_slow
 from mars_platform.errors import UserError
+from mars_platform.mixing.head import text_prefixes
 from mars_platform.mixing.probe import Probe
 from mars_train.data.token_store import TokenStore
 from mars_train.method.adapted import AdapterObjective
@@ -44,7 +46,7 @@ from mars_train.stage.checkpoints import Checkpoints, TrainingState
 from mars_train.stage.held_out import describe, score_held_out, warnings_of
 from mars_train.stage.history import HISTORY_FILE, StepRecord, TrainingHistory
 from mars_train.stage.job import HostConnection, Notice, StageJob
-from mars_train.stage.parallel import Workers, whole_parameters
+from mars_train.stage.parallel import Workers, whole_weights
 from mars_train.stage.progress import Progress
 from mars_train.storage.directories import SaveFailed, Storage
 
@@ -125,6 +127,9 @@ class StageTrainer:
         job = self.job
         checkpoint = read_checkpoint(job.start)
         model = load_model(Path(job.start))
+        trained = text_prefixes(model)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith(trained))
         if job.adapter is not None and job.block_size is not None:
             checkpoint = add_adapter(
                 model,
@@ -331,15 +336,17 @@ class StageTrainer:
 
     def _whole_model(self, *, keep: bool) -> PreTrainedModel | None:
         """Copy the model with its current weights, for decoding or export; None unless ``keep``."""
-        weights = whole_parameters(self.model, keep=keep)
+        weights = whole_weights(self.model, keep=keep)
         if not keep:
             return None
         config = type(self.model.config).from_dict(self.model.config.to_dict())
-        copy = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        copy = loader_of(config).from_config(config, trust_remote_code=False)
         if adapter := self.checkpoint.adapter:
             attach_adapter(copy, adapter.settings, adapter.metadata.mask_token_id)
         copy.load_state_dict(weights, strict=False)  # tied weights have one name only
         copy.generation_config = self.model.generation_config
+        # transformers' own: names of tensors in files, which are to be written as they were read
+        copy._weight_conversions = getattr(self.model, "_weight_conversions", None)
         assert isinstance(copy, PreTrainedModel)
         return copy.to(self.workers.device).eval()
 
@@ -355,7 +362,10 @@ class StageTrainer:
                 metadata = checkpoint.adapter.metadata
                 save_adapter(directory, model, checkpoint.tokenizer, metadata)
             else:
-                save_checkpoint(directory, model, checkpoint.tokenizer, checkpoint.metadata)
+                save_checkpoint(
+                    *(directory, model, checkpoint.tokenizer, checkpoint.metadata),
+                    start=checkpoint.path,
+                )
             self.history.write(directory / HISTORY_FILE)
 
         if MODEL not in self.workers.gather(storage.names())[0]:

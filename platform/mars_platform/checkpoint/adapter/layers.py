@@ -54,6 +54,11 @@ class GatedEmbedding(nn.Module):
         self.base_layer, self.gate, self.mask_token_id = base_layer, gate, mask_token_id
         self.mask_row = nn.Parameter(mask_row)
 
+    @property
+    def weight(self) -> Tensor:
+        """Rows of the model's own embedding, which some decoders ask for their device."""
+        return self.base_layer.weight
+
     def forward(self, ids: Tensor) -> Tensor:
         """Map token ids [...] to embeddings [..., width], and set the gate."""
         is_mask = ids == self.mask_token_id

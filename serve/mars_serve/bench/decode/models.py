@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from mars_platform.checkpoint.adapted import load_weights, read_model
-from mars_platform.checkpoint.directory import Checkpoint, SpecialTokens
+from mars_platform.checkpoint.directory import Checkpoint, SpecialTokens, loader_of
 from mars_platform.checkpoint.metadata import MarsMetadata
 from mars_platform.config import read_json
 from mars_platform.errors import UserError, one_line
@@ -117,7 +117,7 @@ def untrained_model(name: str, dtype: torch.dtype, device: str, seed: int) -> Be
     """
     config = _config(name)
     metadata = MarsMetadata(
-        block_size=_UNTRAINED_BLOCK_SIZE, mask_token_id=int(config.vocab_size) - 1
+        block_size=_UNTRAINED_BLOCK_SIZE, mask_token_id=int(config.get_text_config().vocab_size) - 1
     )
     special = SpecialTokens(eos=frozenset(), never_emitted=frozenset())
     checkpoint = Checkpoint(Path(name), config, None, metadata, special)
@@ -126,7 +126,7 @@ def untrained_model(name: str, dtype: torch.dtype, device: str, seed: int) -> Be
         devices = [torch.cuda.current_device()] if device == "cuda" else []
         with torch.random.fork_rng(devices=devices), torch.device(device):
             torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(
+            model = loader_of(config).from_config(
                 deepcopy(config),  # a model writes its attention into its config
                 trust_remote_code=False,
                 dtype=dtype,

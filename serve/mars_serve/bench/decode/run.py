@@ -206,7 +206,7 @@ def _requests(model: BenchModel, options: DecodeOptions) -> list[BenchRequest]:
         hidden = checkpoint.special.never_emitted | (
             {metadata.mask_token_id} if metadata else set()
         )
-        vocabulary = [i for i in range(checkpoint.config.vocab_size) if i not in hidden]
+        vocabulary = [i for i in range(checkpoint.vocabulary_size) if i not in hidden]
         return generated_requests(count, shape, vocabulary, options.seed)
     items = read_items(
         [options.prompts], checkpoint.tokenizer, max_length=checkpoint.max_length, max_items=count

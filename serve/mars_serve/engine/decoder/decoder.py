@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from mars_platform.mixing.head import decoder_of
 from mars_serve.engine.attention.paged import PagedAttention
 from mars_serve.engine.decoder.layer import MergedLayer, Rotation
 from mars_serve.engine.kernels.layer import add_rms_norm
@@ -17,13 +18,14 @@ _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 def why_unmerged(model: PreTrainedModel) -> str | None:
     """Return why a model's own layers have to be kept, or None if they can be merged."""
-    config = model.config
+    config = model.config.get_text_config()
     if config.model_type not in _FAMILIES:
         return f"it is of the family {config.model_type}, not {', '.join(_FAMILIES)}"
     if config.hidden_act not in ("silu", "swish"):
         return f"its activation is {config.hidden_act}, not silu"
-    width = 2 * model.base_model.rotary_emb.inv_freq.numel()
-    head_dim = model.base_model.layers[0].self_attn.head_dim
+    decoder = decoder_of(model)
+    width = 2 * decoder.rotary_emb.inv_freq.numel()
+    head_dim = decoder.layers[0].self_attn.head_dim
     if width != head_dim:
         return f"it rotates {width} of {head_dim} numbers of a head"
     return None
@@ -34,7 +36,7 @@ def merge_layers(model: PreTrainedModel, attention: PagedAttention) -> None:
 
     `why_unmerged` has to return None for ``model``; ``attention`` owns the KV cache.
     """
-    layers = model.base_model.layers
+    layers = decoder_of(model).layers
     for index in range(len(layers)):
         layers[index] = MergedLayer(layers[index], attention)
 
@@ -49,7 +51,7 @@ class MergedDecoder:
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Take a model whose layers are merged."""
-        base: Any = model.base_model
+        base = decoder_of(model)
         self._layers: nn.ModuleList = base.layers
         self._embeddings, self._norm = base.embed_tokens, base.norm
         self._rotary = base.rotary_emb

@@ -181,7 +181,7 @@ def _propose(
     head = Head(model)
     banned = torch.tensor(sorted(checkpoint.special.never_emitted), device=model.device)
     curves, others, proposed = [], [], []
-    size = max(_MAX_LOGITS // model.config.vocab_size, 1)
+    size = max(_MAX_LOGITS // checkpoint.vocabulary_size, 1)
     for part in torch.split(hidden_states, size):
         logits = head(part)  # [part, vocabulary]
         tokens = logits.index_fill(-1, banned, -torch.inf).argmax(-1)
