@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from mars_platform.mixing.latent import absorbed
 from mars_platform.mixing.specs import Temperature
 
 ATTENTION_NAME = "marsray"
@@ -131,7 +132,11 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Attend in one layer; transformers' models call this."""
     call = read_call(module, query, key, value, mask=attention_mask, **others)
-    return _MIXING.get().attend(call), None
+    latents = absorbed(module)
+    if latents is None:
+        return _MIXING.get().attend(call), None
+    call = call._replace(query=latents.queries(call.query))
+    return latents.outputs(_MIXING.get().attend(call)), None
 
 
 AttentionInterface.register(ATTENTION_NAME, _attend)

@@ -230,7 +230,6 @@ class _Recorder:
             softcap=call.softcap,
             has_sinks=call.sinks is not None,
             temperature=call.temperature,
-            value_in_key=call.value._base is not None and call.value._base is call.key,
             shares=earlier[0] if earlier[0] != call.layer else None,
         )
 

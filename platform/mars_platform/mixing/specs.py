@@ -33,7 +33,6 @@ class Trait(StrEnum):
     SINKS = "attention sinks"
     TEMPERATURE = "queries scaled by their positions"
     VALUE_DIM = "keys and values of different sizes"
-    LATENT = "values that are part of the keys"
     UNEQUAL = "other sizes than the first layer"
     REPEATED = "attention more than once a pass"
 
@@ -60,7 +59,7 @@ class AttentionSpec:
     has_sinks: bool = False
     """Whether each head has a further score, which has no value."""
     value_in_key: bool = False
-    """Whether the value is the beginning of the key, as with latent attention."""
+    """Whether the value is the beginning of the key; see `mars_platform.mixing.latent`."""
     temperature: Temperature | None = None
     shares: int | None = None
     """Layer whose keys and values this one reads; None if it has its own."""
@@ -89,7 +88,6 @@ class AttentionSpec:
             Trait.TEMPERATURE: self.temperature is not None
             and self.temperature.floor <= max_length,
             Trait.VALUE_DIM: self.key_dim != self.value_dim,
-            Trait.LATENT: self.value_in_key,
         }
         return {trait for trait, is_shown in shown.items() if is_shown}
 

@@ -15,13 +15,14 @@ from mars_autoscale.policy.reports import EngineStatus
 from mars_platform.checkpoint.adapted import load_weights
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method.mode import LiveDecoding
+from mars_platform.mixing.latent import absorb
 from mars_platform.mixing.probe import Probe
 from mars_serve.engine.adaptive.audit_room import AuditRoom
 from mars_serve.engine.adaptive.position_budget import PositionBudget
 from mars_serve.engine.adaptive.window_choice import WindowChooser
 from mars_serve.engine.admission import Deadlines, Limits, check_mask
 from mars_serve.engine.attention.interface import Attention, group_layers
-from mars_serve.engine.attention.selection import SERVED, choose_attention
+from mars_serve.engine.attention.selection import choose_attention
 from mars_serve.engine.attention.sizing import PoolSizes, pool_sizes
 from mars_serve.engine.decoder.rotation import settle_rotation
 from mars_serve.engine.decoding_options import FinishReason
@@ -97,13 +98,13 @@ class Engine:
         self.dtype, self.device = weights.dtype, weights.device
         self.settings = settings
         probe = self._probe(weights)
-        groups, _ = group_layers([spec.within(checkpoint.max_length) for spec in probe.specs])
+        specs = absorb(weights, probe.specs)
+        groups, _ = group_layers([spec.within(checkpoint.max_length) for spec in specs])
         self.token_elements = sum(group.elements_per_token for group in groups)
         """Elements of a token's keys and values over all layers."""
         sizes = pool_sizes(settings, groups, weights)
         self.page_size, self.num_pages = sizes.page_size, sizes.num_pages
-        probe.require(SERVED, self.max_length)
-        self.specs = [spec.within(self.max_length) for spec in probe.specs]
+        self.specs = [spec.within(self.max_length) for spec in specs]
         """Attention of each layer, without windows that no text is long enough for."""
         vocabulary = weights.get_output_embeddings().out_features
         check_mask(checkpoint, vocabulary)

@@ -12,6 +12,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from decoding.adapters import write_adapter
+from decoding.families import build_family
 from mars_platform.checkpoint.adapted import adapt, check_fit, load_weights, read_model
 from mars_platform.checkpoint.adapter.files import (
     WEIGHTS_FILE,
@@ -23,6 +24,7 @@ from mars_platform.checkpoint.adapter.layers import (
     adapter_parameters,
     adapter_settings,
     attach_adapter,
+    resolve_targets,
 )
 from mars_platform.checkpoint.adapter.settings import AdapterMetadata, AdapterSettings
 from mars_platform.checkpoint.directory import (
@@ -324,7 +326,20 @@ def test_target_modules_that_the_model_lacks_are_refused(base_path, adapter_copy
     changed(adapter_copy, ADAPTER_FILE, target_modules=["q_proj", "query"])
     message = refusal(base_path, adapter_copy)
     assert f"adapter: {adapter_copy / ADAPTER_FILE} does not fit the model" in message
-    assert "has no linear layer called 'query'; it has down_proj, gate_proj" in message
+    assert (
+        "has no linear layer called 'query' that an adapter can change; it has down_proj, gate_proj"
+        in message
+    )
+
+
+def test_no_adapter_changes_the_expansion_of_latents():
+    """An engine attends to the latents themselves."""
+    model = build_family("deepseek_v3")
+    targets = resolve_targets(model, AdapterSettings())
+    assert "kv_a_proj_with_mqa" in targets
+    assert "kv_b_proj" not in targets
+    with pytest.raises(UserError, match="'kv_b_proj' that an adapter can change; it has down_proj"):
+        resolve_targets(model, AdapterSettings(target_modules=["kv_b_proj"]))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+import mars_platform.mixing.latent as latent_module
 from decoding.engine_requests import make_request
 from decoding.engines import oracle, output_of, paged_attention, passes_of, run
 from decoding.families import KNOWN, MIXED, OTHERS, build_family, family_table
@@ -95,7 +96,10 @@ def test_the_documentation_has_the_table_of_the_families() -> None:
 CROWDED = {"num_pages": 20, "max_num_seqs": 4, "num_lookup_drafts": 4}
 
 
-QUICK = {("gemma4_text", "paged"), ("mimo_v2_flash", "paged"), ("gpt_oss", "batch-invariant")}
+QUICK = {
+    *(("deepseek_v3", "batch-invariant"), ("gpt_oss", "batch-invariant")),
+    *(("gemma4_text", "paged"), ("mimo_v2_flash", "paged")),
+}
 
 
 @pytest.mark.parametrize(
@@ -166,6 +170,11 @@ def test_masks_change_no_tokens_experts(family: str) -> None:
     assert max(alone.worst, beside.worst) < 1e-4
 
 
+def without_rope(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+    key = torch.cat([latent, torch.zeros_like(rotated)], dim=-1)
+    return key, latent
+
+
 def late(_: LayerGroup, positions: Any) -> Any:
     return np.maximum(positions - 6, 0)
 
@@ -183,6 +192,7 @@ def early(_: LayerGroup, positions: Any) -> Any:
         ("gpt_oss", (AttentionCall, "sinks", None)),
         ("gemma2", (AttentionCall, "softcap", None)),
         ("llama4_text", (AttentionCall, "temperature", None)),
+        ("deepseek_v3", (latent_module, "_unexpanded", without_rope)),
     ],
 )
 def test_an_engine_that_attends_otherwise_is_refused(
@@ -201,6 +211,29 @@ def test_layers_that_share_keys_hold_no_pages() -> None:
     assert isinstance(engine.attention, MixedAttention)
     assert [len(each.keys) for each in engine.attention.backends] == [1, 1]
     assert engine.token_elements == 2 * 2 * 8 + 2 * 2 * 16
+
+
+@pytest.mark.parametrize("attention_of", [choose_attention, paged_attention])
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
+def test_a_token_of_latent_attention_caches_its_latent_alone(
+    family: str, attention_of: Any
+) -> None:
+    engine = build_engine(build_family(family), attention_of=attention_of)
+    assert engine.token_elements == 2 * (16 + 8)
+    keys, values = engine.attention.keys, engine.attention.values
+    assert keys.data_ptr() == values.data_ptr()
+    num_pages = keys.shape[1]
+    assert engine.num_pages < num_pages <= engine.num_pages + 2
+    assert keys.untyped_storage().nbytes() == num_pages * 4 * 4 * engine.token_elements
+
+
+def test_many_layers_of_latent_attention_may_round() -> None:
+    """In bfloat16, absorbed matrices round otherwise than expanded keys and values do.
+
+    Where experts are chosen among so many random layers, transformers' own logits are beyond this.
+    """
+    model = build_family("deepseek_v3", num_hidden_layers=40, first_k_dense_replace=40)
+    build_engine(model.to(torch.bfloat16))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -36,11 +36,15 @@ class AttentionStep:
         chunk: int | None = None,
         softcap: float | None = None,
         has_sinks: bool = False,
+        value_in_key: bool = False,
     ) -> None:
         torch.manual_seed(0)
         value_dim = value_dim or head_dim
         self.group = LayerGroup(
-            1, num_heads, num_kv_heads, head_dim, value_dim, window=window, chunk=chunk
+            *(1, num_heads, num_kv_heads, head_dim, value_dim),
+            window=window,
+            chunk=chunk,
+            value_in_key=value_in_key,
         )
         self.softcap = softcap
         self.sinks = torch.randn(num_heads, dtype=dtype, device=device) if has_sinks else None
@@ -76,6 +80,10 @@ class AttentionStep:
             torch.randn(self.num_pages, page_size, num_kv_heads, size, **self.types)
             for size in (head_dim, value_dim)
         ]
+        if value_in_key:
+            self.value, self.pages[1] = (
+                part[..., :value_dim] for part in (self.key, self.pages[0])
+            )
 
     def attend(self, attention: Attention, cached: Sequence[Tensor]) -> Tensor:
         """Attend over the step's pages, copied to ``cached``; return the positions in use."""

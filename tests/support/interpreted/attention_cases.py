@@ -45,6 +45,7 @@ class Case:
     chunk: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
+    value_in_key: bool = False
     room: tuple[int, int, int] = (0, 0, 0)
     """Positions, rows and pages that the step's shape has to spare."""
     has_8_bit_pages: bool = False
@@ -87,6 +88,16 @@ def _cases_of_cuts() -> Iterator[Case]:
         rows = ((40, 2, (2,)), (0, 3, (1,)))
         name = f"values of {value_dim}, {pieces} pieces"
         yield Case(name, rows, head_dim=24, value_dim=value_dim, num_pieces=pieces)
+    for heads, pieces in product((1, 6), (1, 4)):
+        yield Case(
+            f"latents of {heads} heads, {pieces} pieces",
+            ((40, 2, (2,)), (0, 3, (1,))),
+            heads=(heads, 1),
+            head_dim=40,
+            value_dim=24,
+            num_pieces=pieces,
+            value_in_key=True,
+        )
     for softcap, chunk, pieces in product((None, 0.4), (None, 3, 20), (1, 4)):
         rows = ((50, 1, (3,)), (9, 3, (2, 0, 2)), (0, 20, (0,)))
         name = f"soft cap {softcap}, chunk {chunk}, {pieces} pieces"
@@ -151,6 +162,7 @@ def difference(case: Case) -> float:
         chunk=case.chunk,
         softcap=case.softcap,
         has_sinks=case.has_sinks,
+        value_in_key=case.value_in_key,
     )
     pages = step.pages
     if case.has_8_bit_pages:
@@ -163,11 +175,15 @@ def difference(case: Case) -> float:
     )
     metadata, query, key, value = _with_room(case, step, attention)
     shape = metadata.shape
+    key_pages, value_pages = (_only_visible(step, part) for part in pages)
+    if case.value_in_key:
+        value_pages = key_pages[..., : case.value_dim]
     output = paged_attention(
         query,
         key,
         value,
-        *(_only_visible(step, part) for part in pages),
+        key_pages,
+        value_pages,
         metadata.page_table,
         metadata.leading,
         metadata.own,

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from mars_platform.checkpoint.adapter.settings import AdapterSettings
 from mars_platform.errors import UserError
 from mars_platform.mixing.head import decoder_of, per_layer_embedding
+from mars_platform.mixing.latent import EXPANSION, is_latent
 
 if TYPE_CHECKING:  # importing it takes seconds, and a server's ingress loads no model
     from transformers import PreTrainedModel
@@ -133,8 +134,8 @@ def resolve_targets(model: PreTrainedModel, settings: AdapterSettings) -> list[s
     wanted = set(settings.target_modules or known)
     if unknown := sorted(wanted - known):
         raise UserError(
-            f"adapter.target_modules: the model has no linear layer called {unknown[0]!r}; it has "
-            f"{', '.join(sorted(known)) or 'none that can be adapted'}"
+            f"adapter.target_modules: the model has no linear layer called {unknown[0]!r} that an "
+            f"adapter can change; it has {', '.join(sorted(known)) or 'none'}"
         )
     return sorted(wanted)
 
@@ -203,8 +204,11 @@ def fill_adapter(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -
 
 
 def _linears(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """Yield the linear layers of attention and MLP, with their parents and names there."""
+    """Yield the linear layers of attention and MLP, with their parents and names there.
+
+    An engine absorbs the expansion of latents, so that no adapter can act in it.
+    """
     for parent in decoder_of(model).layers.modules():
         for name, child in parent.named_children():
-            if type(child) is nn.Linear:
+            if type(child) is nn.Linear and not (name == EXPANSION and is_latent(parent)):
                 yield parent, name, child

@@ -64,8 +64,8 @@ def _checkpoint(path: Path) -> Iterator[Finding]:
     from mars_platform.checkpoint.directory import loader_of, read_checkpoint
     from mars_platform.checkpoint.inspection import check_chat_template, check_weights
     from mars_platform.checkpoint.number_type import stored_dtype
-    from mars_platform.mixing.probe import record, require
-    from mars_serve.engine.attention.selection import SERVED
+    from mars_platform.mixing.latent import absorb
+    from mars_platform.mixing.probe import record
 
     checkpoint = read_checkpoint(path)
     with torch.device("meta"):
@@ -81,14 +81,13 @@ def _checkpoint(path: Path) -> Iterator[Finding]:
         raise UserError(
             f"the files lack {len(missing)} of {len(wanted)} tensors, such as {missing[0]}; {_COPY}"
         )
-    specs = record(model, torch.ones(1, 4, dtype=torch.long, device="meta"))
-    require(checkpoint.config.model_type, specs, SERVED, checkpoint.max_length)
+    num = sum(each.numel() for each in model.parameters())
+    specs = absorb(model, record(model, torch.ones(1, 4, dtype=torch.long, device="meta")))
     mars, dtype = checkpoint.metadata, stored_dtype(path)
     kind = f"block size {mars.block_size}" if mars else "plain AR"
-    num = sum(each.numel() for each in model.parameters())
     found = f"{type(model).__name__}, {num / 1e6:,.1f}M weights in {dtype}, {kind}"
     yield Finding("checkpoint", "ok", found)
-    yield _path_served(dtype, specs[0].key_dim)
+    yield _path_served(dtype, max(max(spec.key_dim, spec.value_dim) for spec in specs))
     try:
         check_chat_template(path)
     except UserError as error:

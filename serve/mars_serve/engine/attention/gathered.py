@@ -44,9 +44,11 @@ class _Group:
     positions: Tensor | None
     """int64 [rows * width], positions in the step; None if they are all positions in order."""
     pages: Tensor
-    """int64 [2 * rows * kv_heads * pages], pages of keys, then of values, laid out by head."""
+    """int64 [2 * rows * kv_heads * pages], pages of keys, then of values, laid out by head. Here
+    and below, values that are part of their keys have none of their own."""
     bias: Tensor
-    """float [rows, 1, per_kv * width, keys], 0 for a visible key and -inf for any other."""
+    """float [rows, 1, per_kv * width, keys], 0 for a visible key and -inf for any other; or
+    [rows, 1, width, keys], which all query heads of the one key/value head share."""
     masks: Tensor | None
     """int64 [2 * masks], indices of the keys of the rows' masks, then of their values, among those
     of the step; None if there are none."""
@@ -101,11 +103,13 @@ class GatheredAttention:
         self._per_kv = group.per_kv
         # One call copies keys and values, and one attends: the smaller of the two are padded.
         self._head_dim = max(group.key_dim, group.value_dim)
-        self._is_padded = group.key_dim != group.value_dim
+        self._num_parts = 1 if group.value_in_key else 2
+        self._is_padded = self._num_parts == 2 and group.key_dim != group.value_dim
         self._batch_invariant = batch_invariant
         # Padding reads a page of zeros and writes to another page, as masks do.
         self._zeros, self._waste = num_pages, num_pages + 1
-        size = (group.num_layers, 2, num_pages + 2, group.kv_heads, page_size, self._head_dim)
+        page = group.kv_heads, page_size, self._head_dim
+        size = (group.num_layers, self._num_parts, num_pages + 2, *page)
         self._pages = torch.zeros(size, dtype=dtype, device=device)
         self._gathered = torch.empty(0, dtype=dtype, device=device)
         self._heads = np.arange(group.kv_heads)
@@ -118,7 +122,7 @@ class GatheredAttention:
     @property
     def values(self) -> Tensor:
         """Values, laid out as `keys`."""
-        return self._pages[:, 1, ..., : self._layers.value_dim]
+        return self._pages[:, -1, ..., : self._layers.value_dim]
 
     def prepare(self, batch: StepBatch) -> GatheredMetadata:
         """See `Attention.prepare`."""
@@ -151,7 +155,8 @@ class GatheredAttention:
             query, key, value = (
                 F.pad(part, (0, self._head_dim - part.shape[-1])) for part in (query, key, value)
             )
-        fresh = torch.cat([key, value])  # [2 * positions, kv_heads, head_dim]
+        # [2 * positions, kv_heads, head_dim]
+        fresh = torch.cat([key, value][: self._num_parts])
         if not is_cached:
             slots = pages.view(-1, self._head_dim)
             slots.index_copy_(0, metadata.slots, fresh.view(-1, self._head_dim))
@@ -161,7 +166,7 @@ class GatheredAttention:
             for group in metadata.groups
         ]
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        if self._is_padded:
+        if self._head_dim != self._layers.value_dim:
             output = output[..., : self._layers.value_dim]
         return output if metadata.order is None else output.index_select(0, metadata.order)
 
@@ -196,15 +201,18 @@ class GatheredAttention:
         # Query heads that share a key/value head become further queries of it: no key is repeated.
         folded = queries.view(rows, width, kv_heads, self._per_kv, -1)
         folded = folded.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [rows, kv_heads, per_kv * width, d]
-        keys, values = gathered
+        keys, values = gathered[0], gathered[-1]
+        if group.bias.shape[2] < folded.shape[2]:  # its query heads have the one head's keys each
+            folded = folded.view(rows, -1, width, self._head_dim)
+            keys, values = (part.expand(-1, folded.shape[1], -1, -1) for part in (keys, values))
         if scores.softcap is not None or scores.sinks is not None:
             size = max(1, _MOST_SCORES // keys[..., 0].numel())
-            sinks = torch.split(self._sinks(scores, width), size, 1)
-            each = torch.split(folded, size, 2), torch.split(group.bias, size, 2), sinks
+            sinks = self._sinks(scores, width).view(-1, folded.shape[2], 1)
+            each = torch.split(folded, size, 2), torch.split(group.bias, size, 2)
             output = torch.cat(
                 [
                     _plain_attention(part, keys, values, bias, scores._replace(sinks=own))
-                    for part, bias, own in zip(*each, strict=True)
+                    for part, bias, own in zip(*each, torch.split(sinks, size, 1), strict=True)
                 ],
                 dim=2,
             )
@@ -224,9 +232,9 @@ class GatheredAttention:
         width, kv_heads = group.width, self._layers.kv_heads
         queries = query if group.positions is None else query.index_select(0, group.positions)
         queries = queries.view(width, kv_heads, self._per_kv, -1)
-        keys, values = gathered
-        bias = group.bias[0, 0].view(self._per_kv, width, 1, -1).transpose(0, 1)
-        bias = bias.transpose(1, 2)  # [width, 1, per_kv, keys]
+        keys, values = gathered[0], gathered[-1]
+        bias = group.bias[0, 0].view(-1, width, 1, keys.shape[2]).transpose(0, 1)
+        bias = bias.transpose(1, 2)  # [width, 1, per_kv or 1, keys]
         if scores.softcap is None and scores.sinks is None:
             keys, values = (part.expand(width, -1, -1, -1) for part in (keys, values))
             output = F.scaled_dot_product_attention(
@@ -253,7 +261,7 @@ class GatheredAttention:
 
     def _gather(self, group: _Group, pages: Tensor, fresh: Tensor) -> Tensor:
         """Copy a group's keys and values side by side, those of masks from the step:
-        [2, rows, kv_heads, keys, head_dim].
+        [2, rows, kv_heads, keys, head_dim], or [1, ...] if values are part of the keys.
 
         All calls share one buffer, because a large new allocation takes longer than the copy.
         """
@@ -265,7 +273,8 @@ class GatheredAttention:
         if group.masks is not None:
             masks = fresh.index_select(0, group.masks).view(-1, self._head_dim)
             buffer.view(-1, self._head_dim).index_copy_(0, group.mask_slots, masks)
-        return buffer.view(2, group.num_rows, self._layers.kv_heads, -1, self._head_dim)
+        rows, heads = group.num_rows, self._layers.kv_heads
+        return buffer.view(self._num_parts, rows, heads, -1, self._head_dim)
 
     def _members(self, rows: Sequence[BatchRow]) -> list[list[int]]:
         """Return the row indices of each group: rows of similar length and number of keys."""
@@ -331,7 +340,8 @@ class GatheredAttention:
 
     def _twice(self, indices: NDArray[np.int64], num_keys: int) -> Tensor:
         """Append to indices of keys the same ones of values, which lie ``num_keys`` behind."""
-        return self._to_device(np.concatenate([indices, indices + num_keys]))
+        parts = [indices, indices + num_keys][: self._num_parts]
+        return self._to_device(np.concatenate(parts))
 
     def _group(self, rows: list[BatchRow], batch: StepBatch) -> _Group:
         width, size, num_heads = max(row.length for row in rows), self.page_size, len(self._heads)
@@ -421,7 +431,8 @@ class GatheredAttention:
 
     def _bias(self, visible: NDArray[np.bool_]) -> Tensor:
         bias = np.where(visible, np.float32(0), np.float32(-np.inf))[:, None]
-        if self._per_kv > 1:
+        is_shared = self._num_parts == 1 and visible.shape[1] > _NARROW  # else it would be large
+        if self._per_kv > 1 and not is_shared:
             bias = np.tile(bias, (1, 1, self._per_kv, 1))
         return torch.from_numpy(bias).to(self._device, self._dtype, non_blocking=True)
 

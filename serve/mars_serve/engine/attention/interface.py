@@ -24,8 +24,9 @@ class LayerGroup:
     key_dim: int
     value_dim: int
     window: int | None = None
-    """See `AttentionSpec`, as for the next."""
+    """See `AttentionSpec`, as for the next two."""
     chunk: int | None = None
+    value_in_key: bool = False
 
     @property
     def per_kv(self) -> int:
@@ -35,7 +36,8 @@ class LayerGroup:
     @property
     def elements_per_token(self) -> int:
         """Most elements of a token's keys and values over all layers, padding included."""
-        return 2 * self.num_layers * self.kv_heads * max(self.key_dim, self.value_dim)
+        num_parts = 1 if self.value_in_key else 2
+        return num_parts * self.num_layers * self.kv_heads * max(self.key_dim, self.value_dim)
 
     @property
     def is_bounded(self) -> bool:
@@ -76,10 +78,11 @@ def group_layers(specs: Sequence[AttentionSpec]) -> tuple[list[LayerGroup], dict
 
     A layer that shares the keys of one in another group stores them again.
     """
-    kinds = list(dict.fromkeys((*spec.sizes, spec.window, spec.chunk) for spec in specs))
+    each = [(*spec.sizes, spec.window, spec.chunk, spec.value_in_key) for spec in specs]
+    kinds = list(dict.fromkeys(each))
     counts, places = [0] * len(kinds), dict[int, Place]()
-    for spec in specs:
-        group = kinds.index((*spec.sizes, spec.window, spec.chunk))
+    for spec, kind in zip(specs, each, strict=True):
+        group = kinds.index(kind)
         shared = None if spec.shares is None else places[spec.shares]
         if shared is not None and shared.group == group:
             places[spec.layer] = shared._replace(is_own=False)

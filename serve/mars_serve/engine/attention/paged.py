@@ -73,7 +73,9 @@ class PagedAttention:
         size = (group.num_layers, num_pages + 1, page_size, group.kv_heads)
         # [layers, pages + 1, page_size, kv_heads, key_dim or value_dim]
         self.keys = torch.zeros(*size, group.key_dim, dtype=dtype, device=device)
-        self.values = torch.zeros(*size, group.value_dim, dtype=dtype, device=device)
+        self.values = self.keys[..., : group.value_dim]
+        if not group.value_in_key:
+            self.values = torch.zeros(*size, group.value_dim, dtype=dtype, device=device)
 
     def prepare(self, batch: StepBatch) -> PagedMetadata:
         """See `Attention.prepare`."""
@@ -174,7 +176,8 @@ class PagedAttention:
         Queries, keys and values may be views of one tensor, contiguous in their last dimension.
         """
         if not is_cached:
-            for pages, fresh in ((self.keys, key), (self.values, value)):
+            parts = [(self.keys, key), (self.values, value)]
+            for pages, fresh in parts[: 1 if self._layers.value_in_key else 2]:
                 pages[layer].flatten(0, 1).index_copy_(0, metadata.slots, fresh)
         shape = metadata.shape
         output: Tensor = torch.ops.marsray.paged_attention.default(

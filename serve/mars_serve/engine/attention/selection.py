@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from mars_platform.mixing.specs import AttentionSpec, Trait
+from mars_platform.mixing.specs import AttentionSpec
 from mars_serve.engine.attention.gathered import GatheredAttention
 from mars_serve.engine.attention.interface import Attention, group_layers
 from mars_serve.engine.attention.mixed import MixedAttention, MixedPagedAttention
@@ -19,8 +19,6 @@ from mars_serve.engine.settings import EngineSettings
 
 _log = logging.getLogger(__name__)
 
-SERVED = frozenset(Trait) - {Trait.LATENT}
-"""Traits of attention that every backend serves."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_HEAD_DIM = 256
 _LEAST_CAPABILITY = 8

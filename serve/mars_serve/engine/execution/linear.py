@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mars_platform.mixing.latent import HeadLinear
+
 _log = logging.getLogger(__name__)
 
 _TIMED_ROWS = (1, 4, 16, 64)
@@ -51,7 +53,7 @@ class TiledLinear(nn.Module):
     a row's result does not depend on the number of other rows.
     """
 
-    def __init__(self, linear: nn.Linear | PackedLinear, tile: int) -> None:
+    def __init__(self, linear: nn.Linear | PackedLinear | HeadLinear, tile: int) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.linear, self.tile = linear, tile
@@ -82,7 +84,7 @@ def pack_linears(model: nn.Module, *, timed: bool = True) -> None:
 
 def tile_linears(model: nn.Module, tile: int) -> None:
     """Replace, in place, each linear layer by one that multiplies ``tile`` rows at a time."""
-    for parent, name, linear in _linears(model, (nn.Linear, PackedLinear)):
+    for parent, name, linear in _linears(model, (nn.Linear, PackedLinear, HeadLinear)):
         setattr(parent, name, TiledLinear(linear, tile))
 
 

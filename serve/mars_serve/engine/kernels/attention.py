@@ -65,7 +65,7 @@ def paged_attention_twin(
         key: keys of the step itself.
         value: values of the step itself.
         key_pages: cached keys.
-        value_pages: cached values.
+        value_pages: cached values, which may be the first numbers of the cached keys.
         page_table: pages of each row's cached tokens.
         leading: see `BatchRow.visible`, as for the next.
         own: the position sees those of its row before ``leading``, and from ``own`` to itself.

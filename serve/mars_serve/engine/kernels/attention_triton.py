@@ -75,7 +75,9 @@ def paged_attention(
     for tensor in (query, key, value):
         assert tensor.stride(-1) == 1, "numbers of a head lie side by side"
     assert key_pages.is_contiguous()
-    assert value_pages.is_contiguous()
+    value_stride = value_pages.stride(2)  # that of keys, if values are part of them
+    token_stride = num_kv_heads * value_stride
+    assert value_pages.stride() == (page_size * token_stride, token_stride, value_stride, 1)
     per_kv = num_heads // num_kv_heads
     block_k, block_v = (max(16, triton.next_power_of_2(each)) for each in (key_dim, value_dim))
     output = query.new_empty(num_positions, num_heads, value_dim)
@@ -113,6 +115,7 @@ def paged_attention(
         PAGE_SIZE=page_size,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
+        VALUE_STRIDE=value_stride,
         PER_KV=per_kv,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
@@ -181,6 +184,7 @@ def attend_kernel(
     PAGE_SIZE: tl.constexpr,  # noqa: N803
     KEY_DIM: tl.constexpr,  # noqa: N803
     VALUE_DIM: tl.constexpr,  # noqa: N803
+    VALUE_STRIDE: tl.constexpr,  # noqa: N803
     PER_KV: tl.constexpr,  # noqa: N803
     BLOCK_M: tl.constexpr,  # noqa: N803
     BLOCK_N: tl.constexpr,  # noqa: N803
@@ -230,7 +234,7 @@ def attend_kernel(
     total, weight, largest = _attend_cached(
         queries,
         key_pages + kv_head * KEY_DIM,
-        value_pages + kv_head * VALUE_DIM,
+        value_pages + kv_head * VALUE_STRIDE,
         table,
         num_kv_heads,
         begin,
@@ -247,6 +251,7 @@ def attend_kernel(
         PAGE_SIZE,
         KEY_DIM,
         VALUE_DIM,
+        VALUE_STRIDE,
         BLOCK_N,
         BLOCK_K,
         BLOCK_V,
@@ -315,6 +320,7 @@ def _attend_cached(
     PAGE_SIZE: tl.constexpr,  # noqa: N803
     KEY_DIM: tl.constexpr,  # noqa: N803
     VALUE_DIM: tl.constexpr,  # noqa: N803
+    VALUE_STRIDE: tl.constexpr,  # noqa: N803
     BLOCK_N: tl.constexpr,  # noqa: N803
     BLOCK_K: tl.constexpr,  # noqa: N803
     BLOCK_V: tl.constexpr,  # noqa: N803
@@ -345,7 +351,7 @@ def _attend_cached(
         if HAS_OLDEST:
             visible = visible & (index[None, :] >= oldest[:, None])
         keys = _load(key_pages, place * KEY_DIM, live, KEY_DIM, BLOCK_K)
-        values = _load(value_pages, place * VALUE_DIM, live, VALUE_DIM, BLOCK_V)
+        values = _load(value_pages, place * VALUE_STRIDE, live, VALUE_DIM, BLOCK_V)
         total, weight, largest = _update(
             queries, keys, values, visible, scale, cap, total, weight, largest, HAS_SOFTCAP
         )

@@ -186,6 +186,8 @@ RAGGED: list[RowShape] = [(40, 1, (3,)), (9, 3, (2, 0, 2)), (0, 30, (1,)), (33, 
         {"has_sinks": True},
         {"value_dim": 24},
         {"value_dim": 80},
+        {"value_in_key": True, "value_dim": 48, "num_kv_heads": 1},
+        {"value_in_key": True, "value_dim": 48, "num_kv_heads": 1, "window": 6},
         {"window": 11, "softcap": 0.4, "has_sinks": True, "value_dim": 24, "num_heads": 6},
     ],
     ids=str,
@@ -199,7 +201,16 @@ def test_other_kinds_of_attention_equal_dense_attention(kind: Any, backend: str)
     torch.testing.assert_close(output, step.expected())
 
 
-@pytest.mark.parametrize("kind", [{}, {"window": 6}, {"softcap": 0.4, "has_sinks": True}], ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {},
+        {"window": 6},
+        {"softcap": 0.4, "has_sinks": True},
+        {"value_in_key": True, "value_dim": 48, "num_kv_heads": 1},
+    ],
+    ids=str,
+)
 def test_no_bit_depends_on_the_cut_of_a_prompt(kind: Any) -> None:
     outputs = []
     for rows in ([(0, 61, (0,))], [(0, 50, (0,)), (50, 11, (0,))], [(0, 60, (0,)), (60, 1, (0,))]):
