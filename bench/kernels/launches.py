@@ -16,12 +16,7 @@ from torch import Tensor
 from mars_serve.engine.attention.interface import LayerGroup
 from mars_serve.engine.attention.paged import tiling_of
 from mars_serve.engine.attention.plan import StepShape
-from mars_serve.engine.kernels import (
-    acceptance_triton,
-    adapter_triton,
-    attention_triton,
-    layer_triton,
-)
+from mars_serve.engine.kernels import acceptance_triton, adapter_triton, attention_triton
 from mars_serve.engine.kernels.attention import COMBINE_FIELDS, PIECE_FIELDS
 
 Launch = Callable[[], object]
@@ -60,11 +55,10 @@ class Attention:
         )
         shape = StepShape(self.positions, self.rows, -(-self.context // self.page_size))
         with torch.device("meta"):
-            width = (self.heads + 2 * self.kv_heads) * self.head_dim
-            merged = torch.empty(self.positions, width, dtype=self.dtype)
-            parts = merged.view(self.positions, -1, self.head_dim).split(
-                [self.heads, self.kv_heads, self.kv_heads], dim=1
-            )
+            parts = [  # by head, as transformers has them
+                torch.empty(heads, self.positions, self.head_dim, dtype=self.dtype).transpose(0, 1)
+                for heads in (self.heads, self.kv_heads, self.kv_heads)
+            ]
             pages = torch.empty(
                 2, 9, self.page_size, self.kv_heads, self.head_dim, dtype=self.pages or self.dtype
             )
@@ -90,42 +84,11 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Layer:
-    """The other operators of one layer over a step."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    hidden: int
-    intermediate: int
-    has_norms: bool = False
-    """Whether queries and keys of each head are normalised."""
-    positions: int = 9
-
-    def __call__(self) -> None:
-        """Launch the kernels."""
-        empty = partial(torch.empty, dtype=torch.bfloat16, device="meta")
-        residual, norm = empty(self.positions, self.hidden), empty(self.hidden)
-        layer_triton.add_rms_norm(residual, residual, norm, 1e-6)
-        width = (self.heads + 2 * self.kv_heads) * self.head_dim
-        angles = torch.empty(self.positions, self.head_dim, device="meta")
-        slots = torch.empty(self.positions, dtype=torch.long, device="meta")
-        pages = empty(9, 64, self.kv_heads, self.head_dim)
-        weight = empty(self.head_dim) if self.has_norms else None
-        layer_triton.rotate_and_write(
-            empty(self.positions, width), angles, angles, slots, pages, pages, weight, weight, 1e-6
-        )
-        layer_triton.silu_mul(empty(self.positions, 2 * self.intermediate))
-
-
-@dataclass(frozen=True)
 class Adapter:
-    """The product that an adapter adds to a merged product."""
+    """The product that an adapter adds to a linear layer's."""
 
     columns: int
-    """Columns of the merged product."""
-    rank: int
-    """Ranks of all products that were merged."""
+    rank: int = 32
     hidden: int = 3584
     positions: int = 9
 
@@ -175,17 +138,14 @@ LAUNCHES: dict[str, Launch] = {
     "attention soft cap": Attention(16, 8, 256, positions=9, has_window=True, softcap=50.0),
     "attention 8-bit pages": Attention(28, 4, 128, positions=9, pages=F8),
     "attention 8-bit pages prompt": Attention(28, 4, 128, positions=2048, pages=F8),
-    "layer 0.5B": Layer(14, 2, 64, hidden=896, intermediate=4864),
-    "layer 7B": Layer(28, 4, 128, hidden=3584, intermediate=18944),
-    "layer with norms of heads": Layer(32, 8, 128, hidden=4096, intermediate=12288, has_norms=True),
-    "adapter 7B attention": Adapter(columns=4608, rank=96),
-    "adapter 7B MLP": Adapter(columns=37888, rank=64),
+    "adapter 7B attention": Adapter(columns=3584),
+    "adapter 7B MLP": Adapter(columns=18944),
+    "adapter of rank 128": Adapter(columns=3584, rank=128),
     "proposals": propose,
 }
 QUICK = (
     "attention 7B decoding",
     "attention window and sinks",
-    "layer 7B",
     "adapter 7B MLP",
     "proposals",
 )

@@ -65,17 +65,12 @@ class AttentionStep:
             request.drafts = [Draft(6, 0.5)] * (len(masks) - 1)
             scheduled.append(make_row(request, tokens, masks))
         self.batch = build_batch(scheduled, MASK)
-        # As the product of merged weights has them: queries, keys and values side by side.
-        heads = num_heads + 2 * num_kv_heads
-        merged = torch.randn(len(self.batch.ids), heads, max(head_dim, value_dim), **self.types)
-        self.query, self.key, self.value = (
-            part[..., :size]
-            for part, size in zip(
-                merged.split([num_heads, *[num_kv_heads] * 2], dim=1),
-                (head_dim, head_dim, value_dim),
-                strict=True,
-            )
-        )
+        # As transformers' layers have them: queries and keys lie by head, some in wider products.
+        positions, wide = len(self.batch.ids), num_heads + num_kv_heads
+        product = torch.randn(wide, positions, head_dim, **self.types).transpose(0, 1)
+        self.query, self.key = product.split([num_heads, num_kv_heads], dim=1)
+        values = torch.randn(positions, num_kv_heads, value_dim + 8, **self.types)
+        self.value = values[..., :value_dim]
         self.pages = [
             torch.randn(self.num_pages, page_size, num_kv_heads, size, **self.types)
             for size in (head_dim, value_dim)

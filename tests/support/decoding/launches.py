@@ -15,7 +15,6 @@ from mars_platform.checkpoint.adapter.layers import attach_adapter
 from mars_platform.checkpoint.adapter.settings import AdapterSettings
 from mars_platform.mixing.bind import ATTENTION_NAME
 from mars_serve.engine.decoder.adapter import fix_shapes
-from mars_serve.engine.decoder.decoder import merge_layers
 from mars_serve.engine.execution.graphs import GraphedForward, GraphSizes
 
 _KERNELS = {
@@ -56,19 +55,17 @@ def captured_launches(
     num_layers: int,
     num_positions: int,
     *,
-    merged: bool = True,
     adapter: bool = False,
 ) -> list[Counter[str]]:
-    """Launches of captured steps of a model in bfloat16, by operator, the largest shape first.
+    """Launches of a model's captured steps in bfloat16, by operator, of the two largest shapes.
 
-    With an adapter, each shape comes first without masks and then with them.
+    With an adapter, these are the largest without masks and then with them.
 
     Args:
         family: family of the model.
         sizes: fields of its config but the number of layers.
         num_layers: number of layers.
         num_positions: positions of the step, each a row of its own.
-        merged: whether the layers are merged, or transformers' own.
         adapter: whether the model has an adapter.
     """
     config = AutoConfig.for_model(family, num_hidden_layers=num_layers, **sizes)
@@ -80,15 +77,14 @@ def captured_launches(
             attach_adapter(model, AdapterSettings(), mask_token_id=7)
     model.set_attn_implementation(ATTENTION_NAME)
     fix_shapes(model)
-    if merged:
-        merge_layers(model, attention)
     forward = GraphedForward(model, attention, torch.empty(2, dtype=torch.long, device="meta"))
-    counts = []
+    counts = list[Counter[str]]()
 
     def count(function: Callable[[], None]) -> Callable[[], None]:
-        with LaunchCount() as launches:
-            function()
-        counts.append(launches.by_operator)
+        if len(counts) < 2:
+            with LaunchCount() as launches:
+                function()
+            counts.append(launches.by_operator)
         return function
 
     forward.capture(GraphSizes(num_positions, 1, num_positions, max_pages=16), count)

@@ -1,1 +1,1 @@
-"""Decoder layers with merged weights and fused operators, in place of transformers' own."""
+"""What is changed in a model's own layers before an engine runs them."""

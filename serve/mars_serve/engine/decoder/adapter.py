@@ -1,7 +1,7 @@
 """An adapter's layers as an engine runs them, in place of those that training runs.
 
-Where the shapes of a step are fixed (captured as graphs, or of merged layers), the positions of
-masks cannot be picked out, since their number differs from step to step. A gate is then set for all
+Where the shapes of a step are fixed, to be captured as graphs, the positions of masks cannot be
+picked out, since their number differs from step to step. A gate is then set for all
 positions, and a step that is known to feed no masks does not compute the product
 at all. On a CPU that runs a step eagerly, the product is computed of the masks alone, with as few
 operators as possible: at small batches their number decides. Whatever a step feeds, the other
@@ -122,24 +122,6 @@ def fix_shapes(model: PreTrainedModel) -> None:
     for parent, name, gated in _gated_layers(model):
         down, up = gated.lora_A.weight.detach(), gated.lora_B.weight.detach()
         setattr(parent, name, FixedLinear(gated.base_layer, down, up, gated.scale, gate))
-
-
-def with_adapters(merged: nn.Linear, layers: list[Any]) -> nn.Linear | FixedLinear:
-    """Add the products of layers to the layer that they were merged into, as a single product.
-
-    ``merged`` has the rows of all ``layers``, in order; some, all or none are a `FixedLinear`.
-    """
-    adapted = [each for each in layers if isinstance(each, FixedLinear)]
-    if not adapted:
-        return merged
-    first = adapted[0]
-    blocks = [
-        each.up if isinstance(each, FixedLinear) else first.up.new_zeros(each.out_features, 0)
-        for each in layers
-    ]
-    up: Tensor = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]
-    down = torch.cat([each.down for each in adapted])
-    return FixedLinear(merged, down, up, first.scale, first.gate)
 
 
 def step_gate(model: PreTrainedModel) -> StepGate | None:

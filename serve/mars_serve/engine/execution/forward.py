@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,10 +16,8 @@ from mars_platform.mixing.bind import ATTENTION_NAME
 from mars_platform.mixing.probe import PREFIX, Probe
 from mars_serve.engine.attention.interface import Attention
 from mars_serve.engine.attention.mixed import InPlace
-from mars_serve.engine.attention.paged import PagedAttention
 from mars_serve.engine.batch import build_batch
 from mars_serve.engine.decoder.adapter import fix_shapes, pick_rows
-from mars_serve.engine.decoder.decoder import merge_layers, why_unmerged
 from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.device.transfer import HostCopy
 from mars_serve.engine.execution.acceptance import Accepted, accept, num_accepted
@@ -44,8 +41,6 @@ from mars_serve.engine.request import Request
 from mars_serve.engine.sampling.grammar_budget import GrammarBudget, StepGrammars
 from mars_serve.engine.sampling.sampler import choose_tokens
 from mars_serve.engine.scheduled_row import ScheduledRow
-
-_log = logging.getLogger(__name__)
 
 _TILE = 16
 """Rows of every matrix product in batch-invariant mode."""
@@ -232,15 +227,10 @@ class ModelRunner:
 
 
 def _replace_layers(model: PreTrainedModel, attention: Attention, *, batch_invariant: bool) -> None:
-    """Replace a model's layers, in place, by those that steps run."""
+    """Replace a model's linear and adapted layers, in place, by those that steps run."""
     model.set_attn_implementation(ATTENTION_NAME)
     if isinstance(attention, InPlace):
         fix_shapes(model)
-        reason = why_unmerged(model)
-        if reason is None and isinstance(attention, PagedAttention):
-            merge_layers(model, attention)
-        else:
-            _log.info("the model keeps its own layers: %s", reason or "they attend differently")
     elif model.device.type == "cpu" and not batch_invariant:
         pick_rows(model)
     pack_linears(model, timed=not batch_invariant)

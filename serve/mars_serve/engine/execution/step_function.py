@@ -11,16 +11,15 @@ from mars_platform.mixing.bind import AttentionCall, bound
 from mars_platform.mixing.head import Head, decoder_of
 from mars_serve.engine.attention.interface import Attention
 from mars_serve.engine.decoder.adapter import step_gate
-from mars_serve.engine.decoder.decoder import MergedDecoder, is_merged
 
 
 class StepFunction:
     """The decoder and the output layer over the positions of a step."""
 
     def __init__(self, model: PreTrainedModel, attention: Attention) -> None:
-        """Take a model whose layers, merged or its own, do not change any more."""
-        self._head = Head(model)
-        self._decode = MergedDecoder(model) if is_merged(model) else _OwnDecoder(model, attention)
+        """Take a model whose layers do not change any more."""
+        self._decoder = decoder_of(model)  # the model's forward would wrap its output twice
+        self._head, self._attention = Head(model), attention
         self._gate = step_gate(model)
 
     @property
@@ -38,7 +37,11 @@ class StepFunction:
         """
         if self._gate is not None:
             self._gate.set(ids if has_masks else None)
-        return self._decode(ids, position_ids, metadata)
+        positions = position_ids[None]
+        with bound(_Step(self._attention, positions, metadata)):
+            output = self._decoder(input_ids=ids[None], position_ids=positions, use_cache=False)
+        hidden: Tensor = output[0][0]
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [n, vocabulary] of hidden states [n, hidden_size]."""
@@ -49,23 +52,8 @@ class StepFunction:
         self._head.write(hidden, logits)
 
 
-class _OwnDecoder:
-    """The decoder of a model with layers of transformers, called like `MergedDecoder`."""
-
-    def __init__(self, model: PreTrainedModel, attention: Attention) -> None:
-        self._decoder = decoder_of(model)  # the model's forward would wrap its output twice
-        self._attention = attention
-
-    def __call__(self, ids: Tensor, position_ids: Tensor, metadata: Any) -> Tensor:
-        positions = position_ids[None]
-        with bound(_Step(self._attention, positions, metadata)):
-            output = self._decoder(input_ids=ids[None], position_ids=positions, use_cache=False)
-        hidden: Tensor = output[0][0]
-        return hidden
-
-
 class _Step(NamedTuple):
-    """Attention of one step, for layers of transformers."""
+    """Attention of one step."""
 
     attention: Attention
     positions: Tensor

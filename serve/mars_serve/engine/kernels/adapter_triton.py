@@ -1,6 +1,7 @@
 """Triton kernel of the operator in `mars_serve.engine.kernels.adapter`, which runs on GPUs.
 
-Imported like `mars_serve.engine.kernels.layer_triton`.
+The module is imported only where there is a GPU or an interpreter, as Triton comes with the CUDA
+builds of torch only.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ COMMON = [5, 6, 9, 15, 16, 18]
 KINDS: dict[str, dict[str, Any]] = {
     "gathered": {},
     "invariant": {"batch_invariant": True},
-    "merged": {"engine_class": partial(Engine, attention_of=paged_attention)},
+    "paged": {"engine_class": partial(Engine, attention_of=paged_attention)},
     "graphs": {"engine_class": partial(Engine, attention_of=paged_attention)},
 }
 OPTIONS = {
@@ -134,7 +134,7 @@ def test_outputs_are_the_plain_decoders_among_others_and_preempted(
     assert engine.status().num_prefix_hit_tokens > 0
 
 
-@pytest.mark.parametrize("kind", ["gathered", "merged"])
+@pytest.mark.parametrize("kind", ["gathered", "paged"])
 def test_a_mask_past_the_vocabulary_is_a_token_of_the_adapter_alone(
     full_dir: Path, tmp_path: Path, kind: str
 ) -> None:
@@ -176,7 +176,7 @@ def test_the_adapter_changes_what_masks_propose(
     """Else all other tests would pass without one."""
     kinds = {"threshold": OPTIONS["threshold"]}
     passes = [
-        passes_of(run(engine_of(model, "merged"), requests_of(kinds)))
+        passes_of(run(engine_of(model, "paged"), requests_of(kinds)))
         for model in (base, with_adapter(base))
     ]
     assert passes[0] != passes[1]
@@ -184,12 +184,12 @@ def test_the_adapter_changes_what_masks_propose(
 
 @pytest.mark.parametrize("names", [["q_proj", "v_proj"], ["up_proj"], ["o_proj", "down_proj"]])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
-def test_merged_layers_take_any_targets(
+def test_any_targets_are_adapted(
     engine_of: Callable[..., Engine], family: str, names: list[str]
 ) -> None:
     model = make_base(family, **({"sliding_window": None} if family == "mistral" else {}))
     adapted = with_adapter(model, target_modules=names, rank=3, std=0.6)
-    engine = engine_of(adapted, "merged")
+    engine = engine_of(adapted, "paged")
     assert check_requests(engine, adapted, requests_of(count=6)) > 0
 
 
@@ -246,8 +246,8 @@ def test_bfloat16_computes_the_product_in_bfloat16(
     engine_of: Callable[..., Engine], base: PreTrainedModel
 ) -> None:
     adapted = with_adapter(base).to(torch.bfloat16)
-    engine = engine_of(adapted, "merged")
+    engine = engine_of(adapted, "paged")
     run(engine, requests_of())
     layers = [each for each in engine._runner.model.modules() if isinstance(each, FixedLinear)]
     assert {each.up.dtype for each in layers} == {torch.bfloat16}
-    assert len(layers) == 2 * 4
+    assert len(layers) == 2 * 7

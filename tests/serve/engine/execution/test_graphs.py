@@ -24,7 +24,6 @@ from mars_platform.mixing.bind import ATTENTION_NAME
 from mars_serve.engine.attention.plan import StepShape, cached_pages
 from mars_serve.engine.attention.selection import why_gathered
 from mars_serve.engine.batch import StepBatch, build_batch
-from mars_serve.engine.decoder.decoder import merge_layers
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.execution.graphs import CudaCapture, EagerForward, GraphedForward, GraphSizes
 from mars_serve.engine.execution.proposals import Reads, build_reads, propose
@@ -84,7 +83,6 @@ class Pair:
         self.attentions = [paged_attention(each, **sizes) for each in models]
         for each in models:
             each.set_attn_implementation(ATTENTION_NAME)
-        merge_layers(models[1], self.attentions[1])
         self.eager = EagerForward(models[0], self.attentions[0])
         self.graphed = GraphedForward(models[1], self.attentions[1], BANNED.to(model.device))
         self.graphed.capture(SIZES, capture)
