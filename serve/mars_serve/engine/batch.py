@@ -150,22 +150,3 @@ def build_batch(
         num_positions=num_positions,
         scored=scored,
     )
-
-
-def foreseen_batch(scheduled: Sequence[ScheduledRow], page_size: int) -> StepBatch | None:
-    """Return the layout of the step behind one of rows that each get one token, ids left out.
-
-    The layout is a guess: a request may end, begin, or get masks or another page. None is returned
-    if some row may accept several tokens.
-    """
-    rows: list[BatchRow] = []
-    for each in scheduled:
-        request, num_cached = each.request, each.request.num_cached + each.num_tokens
-        is_certain = each.reads_logits and each.num_proposed == 1 and not request.plan.checks_drafts
-        if not is_certain or num_cached >= len(request.pages) * page_size:
-            return None
-        pages = list(request.pages), True, list(request.window_pages)
-        rows.append(BatchRow(len(rows), num_cached, 1, 0, each.masks, *pages))
-    padding = [0] * (bucket(len(rows)) - len(rows))
-    position_ids = [row.num_cached for row in rows] + padding
-    return StepBatch([0] * len(position_ids), position_ids, rows, len(rows))

@@ -341,7 +341,6 @@ class Engine:
         outputs, self._overdue = self._overdue, []
         if step is None:
             return outputs
-        self._runner.foresee(step.rows)  # a GPU still runs the step
         results = self._isolation.wait(step)
         self._audit_room.observe(step.rows)
         outputs += self._commit(step.rows, results)

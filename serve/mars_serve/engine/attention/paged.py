@@ -173,7 +173,7 @@ class PagedAttention:
     ) -> Tensor:
         """See `Attention.attend`.
 
-        Queries, keys and values may be views of one tensor, contiguous in their last dimension.
+        Queries, keys and values may be views, contiguous in their last dimension.
         """
         if not is_cached:
             parts = [(self.keys, key), (self.values, value)]

@@ -203,11 +203,6 @@ class ModelRunner:
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def foresee(self, rows: Sequence[ScheduledRow]) -> None:
-        """Prepare the step behind one of rows that was started, as far as it can be known."""
-        if self._graphed is not None:
-            self._graphed.foresee(rows)
-
     def capture(
         self,
         sizes: GraphSizes,

@@ -14,22 +14,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from mars_serve.engine.attention.interface import Attention
 from mars_serve.engine.attention.mixed import InPlace
 from mars_serve.engine.attention.plan import StepShape, cached_pages
-from mars_serve.engine.batch import BatchRow, StepBatch, bucket, foreseen_batch
+from mars_serve.engine.batch import StepBatch, bucket
 from mars_serve.engine.device.transfer import host_numbers, to_device
 from mars_serve.engine.execution.proposals import Reads
 from mars_serve.engine.execution.staging import InputSizes, StepInput, fill
 from mars_serve.engine.execution.step_function import StepFunction
 from mars_serve.engine.kernels.acceptance import propose
-from mars_serve.engine.scheduled_row import ScheduledRow
 
 _log = logging.getLogger(__name__)
 
@@ -192,15 +189,6 @@ class _CapturedStep:
 
 
 @dataclass(frozen=True)
-class _Foreseen:
-    """Attention metadata of a step that may come next."""
-
-    rows: list[BatchRow]
-    shape: StepShape
-    numbers: NDArray[np.int64]
-
-
-@dataclass(frozen=True)
 class CapturedGraphs:
     """Number of the captured graphs, and the time and memory that they took."""
 
@@ -219,7 +207,6 @@ class GraphedForward:
         self._function = StepFunction(model, attention)
         self._sizes: GraphSizes | None = None
         self._captured: dict[ForwardShape, _CapturedStep] = {}
-        self._foreseen: _Foreseen | None = None
         vocabulary = model.get_output_embeddings().out_features
         self._is_banned = torch.zeros(vocabulary, dtype=torch.bool, device=self._device)
         self._is_banned[banned] = True
@@ -284,15 +271,6 @@ class GraphedForward:
             next_tokens=step.next_tokens,
         )
 
-    def foresee(self, rows: Sequence[ScheduledRow]) -> None:
-        """Pack the attention of the step that may come next, while the device runs one of rows."""
-        batch = foreseen_batch(rows, self._attention.page_size)
-        shape = None if batch is None else self._shape_for(batch)
-        if batch is not None and shape is not None and shape in self._captured:
-            numbers = np.empty(self._captured[shape].sizes.num_attention, dtype=np.int64)
-            self._attention.pack(batch, shape.step, numbers)
-            self._foreseen = _Foreseen(batch.rows, shape.step, numbers)
-
     def _run_eagerly(
         self, batch: StepBatch, reads: Reads | None, next_tokens: Sequence[int]
     ) -> ForwardOutput:
@@ -339,11 +317,7 @@ class GraphedForward:
         numbers = host_numbers(sizes.total, self._device)
         parts = sizes.on_host(numbers)
         fill(parts, batch, reads, next_tokens)
-        foreseen, self._foreseen = self._foreseen, None
-        if foreseen and foreseen.shape == shape.step and foreseen.rows == batch.rows:
-            parts.attention[:] = foreseen.numbers
-        else:
-            self._attention.pack(batch, shape.step, parts.attention)
+        self._attention.pack(batch, shape.step, parts.attention)
         return numbers
 
     def _send(self, numbers: Tensor) -> None:

@@ -213,22 +213,6 @@ def test_prompts_are_scored_beside_captured_steps(tiny_model: Models, make_engin
     assert capture.num_replayed > 1
 
 
-# The next step
-
-
-def test_a_step_of_other_rows_than_foreseen_is_packed_anew(
-    tiny_model: Models, make_engine: Engines
-) -> None:
-    """A prompt of one token takes the place of a request that ended, in a step of equal shape."""
-    model = tiny_model("qwen2")
-    engine = graphed_engine(make_engine, model, CountingCapture())
-    running = [make_request(str(i), 6, 10 + 3 * i, mode=Mode.AR) for i in range(MAX_ROWS)]
-    waiting = [make_request(f"waiting{i}", 1, 8, mode=Mode.AR) for i in range(MAX_ROWS)]
-    passes = passes_of(run(engine, running + waiting))
-    for request in running + waiting:
-        assert passes[request.id] == oracle(model, request, SPECIAL)
-
-
 # Shapes
 
 
