@@ -38,13 +38,13 @@ def causal_of(model: PreTrainedModel) -> Any:
 
 
 def text_prefixes(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return the beginnings of the names of all weights that text passes through."""
+    """Return the beginnings of the names of all weights that text passes through.
+
+    The decoder's comes first.
+    """
+    names = {module: f"{name}." if name else "" for name, module in model.named_modules()}
     parts = decoder_of(model), model.get_output_embeddings()
-    return tuple(
-        f"{name}." if name else ""
-        for name, module in model.named_modules()
-        if any(module is part for part in parts)
-    )
+    return tuple(names[part] for part in parts if part is not None)
 
 
 def drop_towers(model: PreTrainedModel) -> None:

@@ -13,7 +13,7 @@ from decoding.families import LATENT
 from decoding.tiny_models import build_model
 from mars_platform.errors import UserError
 from mars_platform.mixing import probe as probe_module
-from mars_platform.mixing.head import Head, decoder_of
+from mars_platform.mixing.head import Head, decoder_of, drop_towers
 from mars_platform.mixing.probe import Probe, record
 from mars_platform.mixing.specs import Trait
 
@@ -273,3 +273,11 @@ def test_a_head_gives_the_models_logits(family: str, changes: dict[str, Any]) ->
         head.write(hidden, written)
         torch.testing.assert_close(head(hidden), expected)
     torch.testing.assert_close(written, expected)
+
+
+def test_a_text_model_whose_output_layer_comes_first_keeps_its_decoder() -> None:
+    """Camembert names it before the decoder; it is refused by its logits, not for lack of parts."""
+    model = build("camembert", is_decoder=True)
+    num_weights = model.num_parameters()
+    drop_towers(model)
+    assert model.num_parameters() == num_weights

@@ -21,7 +21,7 @@ class MixedAttention(Generic[_Backend]):
     """Attends in each layer by its group's backend; see `Attention`."""
 
     def __init__(self, backends: Sequence[_Backend], places: Mapping[int, Place]) -> None:
-        """Take a backend for each group, over as many pages, and the place of each layer."""
+        """Take a backend for each group, with pages of one size, and the place of each layer."""
         self.backends, self._places = backends, places
         self.page_size = backends[0].page_size
 
