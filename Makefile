@@ -9,7 +9,7 @@ TRITON := build/triton
 # The many processes of a run keep their compiled modules, also where the environment says not to.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo docs figures test test-full test-clients test-kubernetes lint format wheel constraints clean
+.PHONY: demo docs families figures test test-full test-clients test-kubernetes lint format wheel constraints clean
 
 demo: $(VENV)/.installed
 	$(BIN)/marsray demo $(DEMO_ARGS)
@@ -28,6 +28,10 @@ docs: $(VENV)/.installed-dev
 # The figures of the documentation's concepts, in docs/figures.
 figures: $(VENV)/.installed-dev
 	PYTHONPATH=docs/site $(BIN)/python -m marsray_docs.figures
+
+# The table of model families, in docs/site/data: of all, which takes minutes, or FAMILIES="NAME ...".
+families: $(VENV)/.installed-dev
+	PYTHONPATH=tests/support:docs/site $(BIN)/python -m decoding.family_table $(FAMILIES)
 
 # OpenAI-compatible clients, the LM evaluation harness, aiperf and schemathesis against a server.
 test-clients: $(VENV)/.installed $(CLIENTS)/.installed

@@ -10,10 +10,11 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from marsray_docs import commands, metrics, repository, rest, settings
+from marsray_docs import commands, families, metrics, repository, rest, settings
 
 GENERATED: dict[str, Callable[[], str]] = {
     "reference/commands.md": commands.page,
+    "reference/families.md": families.page,
     "reference/rest.md": rest.page,
     "reference/metrics.md": metrics.page,
     **{

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from mars_platform.method.rules import visibility
-from mars_train.method.layout import PADDING_DOCUMENT, Batch
+from mars_train.method.layout import PADDING_DOCUMENT, Batch, Layout, collate, lay_out
 from mars_train.method.objective import Objective
+
+LENGTHS = (21, 9, 17)
+
+
+def layouts(mask: int) -> list[Layout]:
+    """Lay documents out in which every token but the first is a label, behind each of its slots."""
+    rng = np.random.default_rng(0)
+    return [
+        lay_out(rng.integers(1, mask, length), np.arange(length) > 0, 4, mask, block_offset=offset)
+        for offset, length in enumerate(LENGTHS)
+    ]
+
+
+def packed_rows(mask: int, multiple_of: int = 1) -> Batch:
+    """Pack the documents into one row."""
+    return collate([layouts(mask)], 0, multiple_of)
 
 
 @torch.no_grad()
@@ -21,7 +38,7 @@ def plain_logits(model: PreTrainedModel, batch: Batch) -> Tensor:
     """
     seen = visibility(batch.documents, batch.position_ids, batch.blocks, batch.noisy)
     rows, slots = batch.tokens.shape
-    table = torch.zeros(rows, slots, model.config.vocab_size)
+    table = torch.zeros(rows, slots, model.config.get_text_config().vocab_size)
     left = batch.documents != PADDING_DOCUMENT
     while left.any():
         row, slot = divmod(int((seen.sum(-1) * left).argmax()), slots)

@@ -50,6 +50,8 @@ def text_prefixes(model: PreTrainedModel) -> tuple[str, ...]:
 def drop_towers(model: PreTrainedModel) -> None:
     """Drop the models of images and sound from a multimodal one, in place; text needs none."""
     config: Any = model.config
+    if config.get_text_config() is config:
+        return  # what lies beside its decoder is for text as well, such as a head
     for key in type(config).sub_configs:
         if getattr(config, key) is not config.get_text_config():
             setattr(config, key, None)  # or transformers warns that its model is missing
@@ -59,6 +61,14 @@ def drop_towers(model: PreTrainedModel) -> None:
             if other != name and hasattr(part, "config"):
                 setattr(parent, other, None)
         parent = getattr(parent, name)
+
+
+def layers_of(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the layers of a causal model's decoder."""
+    decoder = decoder_of(model)
+    lists = (each for each in decoder.modules() if isinstance(each, nn.ModuleList))
+    found: nn.ModuleList = getattr(decoder, "layers", None) or next(lists)
+    return found
 
 
 def per_layer_embedding(model: PreTrainedModel) -> nn.Embedding | None:

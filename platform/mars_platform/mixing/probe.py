@@ -9,10 +9,11 @@ library.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from transformers.masking_utils import sdpa_mask
 from mars_platform.errors import UserError, one_line
 from mars_platform.mixing.bind import AttentionCall, UnknownAttentionError, read_call
 from mars_platform.mixing.head import causal_of, decoder_of
-from mars_platform.mixing.specs import AttentionSpec, Trait, beyond
+from mars_platform.mixing.specs import AttentionSpec
 
 PREFIX = 16
 """Leading tokens whose logits are judged apart from the others, which an engine computes behind
@@ -37,7 +38,7 @@ _ROUNDED = {torch.float16: 0.05, torch.bfloat16: 0.2}
 that compute something else give a half or more."""
 _TOLERANCE = 1e-3
 _NAME = "marsray_probe"
-_REMEDY = "take a decoder of one of the families that docs/decoding.md lists"
+_REMEDY = "take one of the model families that the documentation's reference lists"
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Probe:
 
     family: str
     specs: tuple[AttentionSpec, ...]
-    """Attention of each layer that attends, for each call in a pass, in the order of the layers."""
+    """Attention of each layer that attends, in the order of the layers."""
     tokens: list[int]
     """Random token ids."""
     logits: Tensor
@@ -76,14 +77,6 @@ class Probe:
         model.set_attn_implementation("eager")
         logits = causal_of(model)(input_ids=ids, use_cache=False).logits[0]
         return cls(model.config.model_type, specs, tokens, _comparable(logits))
-
-    def require(self, supported: Collection[Trait], max_length: int) -> None:
-        """Refuse a model with other traits that show in texts of up to ``max_length`` tokens.
-
-        Raises:
-            UserError: the message names the family, the traits and their layers.
-        """
-        require(self.family, self.specs, supported, max_length)
 
     def check(self, way: str, compute: Callable[[], Tensor]) -> None:
         """Refuse the model if it gives other logits in another way.
@@ -126,19 +119,6 @@ def record(model: PreTrainedModel, ids: Tensor) -> tuple[AttentionSpec, ...]:
         return _record(model, ids)
 
 
-def require(
-    family: str, specs: Sequence[AttentionSpec], supported: Collection[Trait], max_length: int
-) -> None:
-    """Refuse layers with other traits; see `Probe.require`."""
-    reason, remedy = beyond(specs, supported, max_length), _REMEDY
-    if reason is None:
-        return
-    reaches = [each for spec in specs for each in (spec.window, spec.chunk) if each]
-    if reaches and beyond(specs, supported, min(reaches)) is None:
-        remedy = f"set max_position_embeddings in its config.json to {min(reaches)}, or {_REMEDY}"
-    raise _refusal(family, reason, remedy)
-
-
 def _record(model: PreTrainedModel, ids: Tensor) -> tuple[AttentionSpec, ...]:
     model.set_attn_implementation(_NAME)
     recorder, decoder = _Recorder(), decoder_of(model)
@@ -161,6 +141,9 @@ def _record(model: PreTrainedModel, ids: Tensor) -> tuple[AttentionSpec, ...]:
     straight, specs = outputs(positions[0]), recorder.specs()
     if not specs:
         raise UnknownAttentionError("no layer calls transformers' attention interface")
+    if repeated := {one.layer for one, two in pairwise(specs) if one.layer == two.layer}:
+        layers = str(sorted(repeated)[:4])[1:-1]
+        raise UnknownAttentionError(f"it attends more than once a pass in layers {layers}")
     if straight.device.type != "meta":
         difference = _differences(_finite(outputs(order)), _finite(straight[order])).median()
         if not difference <= _PERMUTED.get(straight.dtype, _TOLERANCE):
@@ -303,8 +286,8 @@ def _refusals(family: str, way: str) -> Iterator[None]:
         raise _refusal(family, reason) from error
 
 
-def _refusal(family: str, reason: str, remedy: str = _REMEDY) -> UserError:
-    return UserError(f"model: it is of the family {family!r}, and {reason}; {remedy}")
+def _refusal(family: str, reason: str) -> UserError:
+    return UserError(f"model: it is of the family {family!r}, and {reason}; {_REMEDY}")
 
 
 def _differences(found: Tensor, expected: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from decoding.adapters import write_adapter
 from decoding.families import build_family
+from decoding.tiny_models import build_model
 from mars_platform.checkpoint.adapted import adapt, check_fit, load_weights, read_model
 from mars_platform.checkpoint.adapter.files import (
     WEIGHTS_FILE,
@@ -121,6 +122,18 @@ def test_a_new_adapter_changes_no_more_than_the_row_of_the_mask(base_path):
     masked = [*PROMPT, mask_id, mask_id]
     own = slice(0, mask_id)  # the base's output row of the mask has changed as well
     assert torch.equal(logits_of(model, masked)[:, own], logits_of(base, masked)[:, own])
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_families_without_a_list_called_layers_are_adapted_or_refused(family):
+    model = build_model(family)
+    if family == "opt":
+        attach_adapter(model, AdapterSettings(), 3)
+        names = adapter_settings(model).target_modules
+        assert names == ["fc1", "fc2", "k_proj", "out_proj", "q_proj", "v_proj"]
+    else:
+        with pytest.raises(UserError, match=r"^adapter: .* 'gpt2' have no linear layers"):
+            attach_adapter(model, AdapterSettings(), 3)
 
 
 def test_the_gate_follows_each_pass(base_path, adapter_path):

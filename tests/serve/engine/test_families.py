@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 import mars_platform.mixing.latent as latent_module
 from decoding.engine_requests import make_request
 from decoding.engines import oracle, output_of, paged_attention, passes_of, run
-from decoding.families import KNOWN, MIXED, OTHERS, build_family, family_table
+from decoding.families import KNOWN, MIXED, build_family
 from decoding.tiny_models import build_model
 from decoding.watched_engine import Watch, crowd
 from mars_platform.checkpoint.directory import Checkpoint, SpecialTokens, read_checkpoint
@@ -33,7 +33,6 @@ from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
 from routing import routed_experts
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "decoding.md"
 FULL = ["full_attention"] * 2
 SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 3}))
 
@@ -71,9 +70,7 @@ def generated(model: PreTrainedModel, request: Request) -> list[int]:
     return output[0, request.num_prompt :].tolist()
 
 
-@pytest.mark.parametrize(
-    "family", [*KNOWN, *(pytest.param(family, marks=pytest.mark.full) for family in OTHERS)]
-)
+@pytest.mark.parametrize("family", KNOWN)
 def test_a_family_is_served_as_transformers_generates(family: str) -> None:
     model = build_family(family)
     expected = [generated(model, request) for request in requests()]
@@ -84,13 +81,6 @@ def test_a_family_is_served_as_transformers_generates(family: str) -> None:
     passes = passes_of(run(build_engine(model), requests()))
     for request in requests():
         assert passes[request.id] == oracle(model, request, SPECIAL)
-
-
-def test_the_documentation_has_the_table_of_the_families() -> None:
-    lines = DOCUMENT.read_text(encoding="utf-8").splitlines()
-    begin = lines.index(family_table()[0])
-    table = [line for line in lines[begin:] if line.startswith("|")]
-    assert table == family_table(), f"put the lines of family_table() into {DOCUMENT.name}"
 
 
 CROWDED = {"num_pages": 20, "max_num_seqs": 4, "num_lookup_drafts": 4}

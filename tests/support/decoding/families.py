@@ -1,23 +1,18 @@
-"""The families of models that are tested, tiny random models of them, and their table."""
+"""Tiny random models of the families that transformers has."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from decoding.tiny_models import build_model
+from decoding.tiny_models import ABSENT, SIZES, tiny_config
 
 _KNOWN = """
 arcee cohere ernie4_5 exaone gemma glm4 glm4_moe gpt2 gpt_neox granite hunyuan_v1_dense llama
 ministral3 mistral mixtral nemotron olmo2 olmoe opt phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe
 seed_oss smollm3 starcoder2
-"""
-_OTHERS = """
-apertus aria_text biogpt bitnet codegen dots1 ernie4_5_moe flex_olmo glm gptj granitemoe
-granitemoeshared helium hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 mellum
-minimax_m2 olmo persimmon phimoe sarvam_moe solar_open stablelm
 """
 _SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 LATENT = {
@@ -60,14 +55,69 @@ MIXED: dict[str, dict[str, Any]] = {
 """Families whose layers attend in other ways, with settings by which that shows in short texts."""
 _MORE = {**dict.fromkeys(("exaone4", "olmo3"), _SLIDING)}
 KNOWN = sorted({*_KNOWN.split(), *MIXED})
-OTHERS = [*_OTHERS.split(), *_MORE]
-"""Families that every run tests, and those that the full run adds."""
+"""Families whose outputs are compared with those of transformers' own loop in every run."""
 
-_UNGROUPED = ("biogpt", "codegen", "gpt2", "gpt_neox", "gptj", "opt", "persimmon")
+_UNGROUPED = """
+axk1 axk2 bailing_hybrid biogpt codegen deepseek_v32 dots3_note_text glm_moe_dsa gpt2 gpt_neox gptj
+hy_v4 kimi_linear longcat_flash minicpm3 opt persimmon sarvam_mla youtu
+"""
 """Families in which each query head has a key/value head of its own."""
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "layer_types": ["mamba", "attention"]}
+_HYBRID = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "hybrid"] * 2}
+_OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(_UNGROUPED.split(), LATENT),
+    **MIXED,
+    **_MORE,
+    "bamba": {**_MAMBA, "layer_types": ABSENT, "attn_layer_indices": [1]},
+    "blt": {"encoder_hash_byte_group_vocab": 100},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_theta": 10_000.0}}},
+    "dbrx": {
+        "attn_config": {"rope_theta": 10_000.0, "kv_n_heads": 2},
+        "ffn_config": {"ffn_hidden_size": 64},
+    },
+    "deepseek_v4": {
+        "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+    },
+    "dots3_note_text": {**LATENT, "sliding_window": None},
+    "gemma3n_text": {
+        **MIXED["gemma4_text"],
+        "laurel_rank": 8,
+        "altup_num_inputs": 2,
+        "activation_sparsity_pattern": None,
+        "intermediate_size": 64,
+    },
+    "gemma4_assistant_text": {"hidden_size_per_layer_input": 0},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "granitemoehybrid": _MAMBA,
+    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "expand": 2, "n_groups": 1},
+    "minicpm3": {**LATENT, "logits_scaling": ABSENT},
+    "minimax_m3_vl_text": {"layer_types": ["minimax_m3_sparse", "full_attention"]},
+    "moshi": {"audio_encoder_config": ABSENT, "depth_decoder_config": ABSENT},
+    "prophetnet": {"num_hidden_layers": ABSENT, "num_encoder_layers": 2, "num_decoder_layers": 2},
+    "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [16, 16]},
+    "xlnet": {"max_position_embeddings": ABSENT, "d_head": 8},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": _HYBRID,
+    "zamba2": _HYBRID,
+    "zaya": {"num_experts_per_tok": 1},
+}
+_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "depth": 1,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+    "max_position_embeddings": 64,
+}
+"""Sizes of what makes inputs of pictures and sounds."""
 _SETTINGS = {  # each family takes its own ones and leaves the others alone
     "pad_token_id": 0,
-    "sliding_window": None,
     "logits_scaling": 8.0,
     "logit_scale": 0.5,
     "rotary_dim": 8,
@@ -83,20 +133,36 @@ _SETTINGS = {  # each family takes its own ones and leaves the others alone
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
     "first_k_dense_replace": 1,
+    "is_decoder": True,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
 }
 
 
+def family_config(family: str, window: int | None = None, **changes: Any) -> PreTrainedConfig:
+    """Return the config of a tiny model of any family, with further changes.
+
+    Layers with windows have ``window`` where the family's own settings here do not say another.
+    """
+    common = {**_SETTINGS, "sliding_window": window}
+    names = getattr(CONFIG_MAPPING[family], "sub_configs_defaults", {})
+    text = {**SIZES, "head_dim": 8, **common, **_OWN.get(f"{family}_text", {})}
+    parts = {name: text if name == "text_config" else _TOWER for name in names}
+    own = {**common, **parts, **_OWN.get(family, {}), **changes}
+    try:
+        config = tiny_config(family, **own)
+    except AttributeError:
+        config = tiny_config(family, **own, head_dim=ABSENT)
+    kinds = getattr(config, "layer_types", None) or ()
+    if "layer_types" not in own and "sliding_attention" in kinds and len(set(kinds)) == 1:
+        own["layer_types"] = _SLIDING["layer_types"]
+        config = tiny_config(family, **own)
+    return config
+
+
 def build_family(family: str, **changes: Any) -> PreTrainedModel:
-    """Build a tiny random model of a tested family, with further changes to its config."""
-    heads = {"num_key_value_heads": 4} if family in _UNGROUPED else {}
-    own = MIXED.get(family, _MORE.get(family, {}))
-    model = build_model(family, **{**_SETTINGS, **heads, **own, **changes})
+    """Build a tiny random model of any family, with further changes to its config."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(family_config(family, **changes)).eval()
     model.set_attn_implementation("eager")  # the only one of transformers' that caps scores
     return model
-
-
-def family_table() -> list[str]:
-    """Return the lines of the documentation's table of families."""
-    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    rows = [f"| `{family}` | `{names[family]}` |" for family in sorted([*KNOWN, *OTHERS])]
-    return ["| `model_type` | class in transformers |", "| --- | --- |", *rows]

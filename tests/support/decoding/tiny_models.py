@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 SIZES = {
     "vocab_size": 64,
@@ -19,10 +19,19 @@ SIZES = {
 }
 
 
-def build_model(family: str = "qwen2", *, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """Build a model of a family, with changes to `SIZES` and any further field of its config."""
+ABSENT = object()
+"""Value of a field that is not given, such as one that a family computes."""
+
+
+def tiny_config(family: str = "qwen2", **changes: Any) -> PreTrainedConfig:
+    """Return a family's config with changes to `SIZES` and any further field."""
     sizes = {**SIZES, **changes}
-    head_dim = sizes["hidden_size"] // sizes["num_attention_heads"]
+    sizes.setdefault("head_dim", sizes["hidden_size"] // sizes["num_attention_heads"])
+    given = {name: value for name, value in sizes.items() if value is not ABSENT}
+    return AutoConfig.for_model(family, **given)
+
+
+def build_model(family: str = "qwen2", *, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Build a model of a family, with changes to its config; see `tiny_config`."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **{"head_dim": head_dim, **sizes})
-    return AutoModelForCausalLM.from_config(config).eval()
+    return AutoModelForCausalLM.from_config(tiny_config(family, **changes)).eval()

@@ -63,7 +63,7 @@ class Watch:
         return hidden
 
 
-def crowd() -> list[Request]:
+def crowd(**options: Any) -> list[Request]:
     """Requests in all modes that share prefixes, and of which some are preempted."""
     source = random.Random(0)
     stem = [source.randrange(4, 60) for _ in range(40)]
@@ -78,6 +78,7 @@ def crowd() -> list[Request]:
             [*stem[: source.randint(1, 40)], *(source.randrange(4, 60) for _ in range(3))],
             16,
             **ways[index % 3],
+            **options,
         )
         for index in range(9)
     ]

@@ -74,6 +74,7 @@ SLIDING = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_atten
 SETTINGS = {
     "qwen3": {},
     "llama": {},
+    "gptj": {"rotary_dim": 8},
     "mistral": {"sliding_window": 6},
     "gemma2": {**SLIDING, "attn_logit_softcapping": 2.0},
     "gpt_oss": {**SLIDING, "num_local_experts": 2, "num_experts_per_tok": 1},

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,15 +16,14 @@ from decoding.tiny_models import build_model
 from mars_platform.method.rules import oldest_visible
 from mars_platform.mixing.bind import AttentionCall, read_call
 from mars_platform.mixing.probe import Probe
-from mars_train.method.attention import FLEX_MULTIPLE, TRAINED
-from mars_train.method.layout import PADDING_DOCUMENT, Batch, Layout, collate, lay_out
+from mars_train.method.attention import FLEX_MULTIPLE
+from mars_train.method.layout import PADDING_DOCUMENT, collate
 from mars_train.method.objective import Objective
 from packed import MASK, PAD
-from plain_paths import expected_losses, losses
+from plain_paths import LENGTHS, expected_losses, layouts, losses, packed_rows
 from routing import routed_experts
 
 WINDOW = 6  # more than a block, and less than a document
-LENGTHS = (21, 9, 17)
 SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {
     "num_local_experts": 4,
@@ -82,27 +80,14 @@ def build(family: str) -> PreTrainedModel:
     return model
 
 
-def layouts() -> list[Layout]:
-    """Lay documents out in which every token but the first is a label, behind each of its slots."""
-    rng = np.random.default_rng(0)
-    return [
-        lay_out(rng.integers(1, MASK, length), np.arange(length) > 0, 4, MASK, block_offset=offset)
-        for offset, length in enumerate(LENGTHS)
-    ]
-
-
-def packed(multiple_of: int = 1) -> Batch:
-    return collate([layouts()], PAD, multiple_of)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_slot_attends_as_in_a_pass_over_its_path(family: str) -> None:
-    model, batch = build(family), packed()
+    model, batch = build(family), packed_rows(MASK)
     expected = expected_losses(model, batch)
-    Probe.of(copy.deepcopy(model), avoided={MASK}).require(TRAINED, 256)
+    Probe.of(copy.deepcopy(model), avoided={MASK})
     objective = Objective(model, masked=True)
     torch.testing.assert_close(losses(objective, batch), expected, rtol=1e-4, atol=1e-4)
-    alone = collate([[layout] for layout in layouts()], PAD)
+    alone = collate([[layout] for layout in layouts(MASK)], PAD)
     torch.testing.assert_close(losses(objective, alone), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -110,7 +95,7 @@ def test_each_slot_attends_as_in_a_pass_over_its_path(family: str) -> None:
 def test_masks_change_no_tokens_experts(family: str) -> None:
     """Tokens of packed rows go to the experts of a plain pass over their document."""
     model = build_model(family, pad_token_id=PAD, num_experts=4, **EXPERTS)
-    batch = packed()
+    batch = packed_rows(MASK)
     with routed_experts(model) as chosen:
         losses(Objective(model, masked=True), batch)
         beside = torch.stack(chosen, dim=1)[: batch.tokens.numel()]
@@ -131,7 +116,7 @@ def test_masks_change_no_tokens_experts(family: str) -> None:
 @pytest.mark.parametrize("family", ["gemma2", "gemma4_text", "llama4_text", "mimo_v2_flash"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_gives_the_same_losses(family: str) -> None:
-    model, batch = build(family), packed(FLEX_MULTIPLE)
+    model, batch = build(family), packed_rows(MASK, FLEX_MULTIPLE)
     expected = losses(Objective(model, masked=True), batch)
     ours = losses(Objective(model, masked=True, attention="flex"), batch)
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
@@ -162,7 +147,7 @@ def test_the_losses_show_what_a_layer_leaves_out(
     mutant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family, name, changed = MUTANTS[mutant]
-    model, batch = build(family), packed()
+    model, batch = build(family), packed_rows(MASK)
     expected = expected_losses(model, batch)
     monkeypatch.setattr(attention_module, name, changed)
     difference = (losses(Objective(model, masked=True), batch) - expected).abs().max()

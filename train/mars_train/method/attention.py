@@ -31,15 +31,10 @@ from mars_platform.errors import UserError
 from mars_platform.method.rules import RowSlots, oldest_visible, sees
 from mars_platform.mixing.bind import AttentionCall, read_call
 from mars_platform.mixing.probe import reach_of
-from mars_platform.mixing.specs import AttentionSpec, Trait
+from mars_platform.mixing.specs import AttentionSpec
 from mars_train.method.layout import Batch
 
 Attention = Literal["sdpa", "flex"]
-TRAINED = frozenset(
-    {Trait.WINDOW, Trait.CHUNK, Trait.SOFTCAP, Trait.SINKS, Trait.TEMPERATURE}
-    | {Trait.VALUE_DIM, Trait.UNEQUAL}
-)
-"""Traits of a model's attention that both kinds train."""
 FLEX_MULTIPLE = 128
 """Side of a block mask's blocks; with flex attention a row's slots are a multiple of it."""
 

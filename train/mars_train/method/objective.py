@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from mars_platform.mixing.head import Head, decoder_of
+from mars_platform.mixing.head import Head, decoder_of, layers_of
 from mars_train.method.attention import (
     FLEX_MULTIPLE,
     Attention,
@@ -102,7 +102,7 @@ class Objective(nn.Module):
         if compile:
             # Layers are compiled one by one: they share one graph, and FSDP2 can still gather and
             # free each of them.
-            for layer in decoder_of(model).layers:
+            for layer in layers_of(model):
                 layer.compile(dynamic=True)
             self._token_losses = torch.compile(_token_losses, dynamic=True)
             self._taught_losses = torch.compile(_taught_losses, dynamic=True)

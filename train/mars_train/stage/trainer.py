@@ -36,7 +36,7 @@ from mars_platform.mixing.head import text_prefixes
 from mars_platform.mixing.probe import Probe
 from mars_train.data.token_store import TokenStore
 from mars_train.method.adapted import AdapterObjective
-from mars_train.method.attention import FLEX_MULTIPLE, TRAINED, Attention, choose_attention
+from mars_train.method.attention import FLEX_MULTIPLE, Attention, choose_attention
 from mars_train.method.batches import StageBatches, num_steps
 from mars_train.method.layout import Batch
 from mars_train.method.objective import LossSums, MaskLoss, Objective
@@ -154,9 +154,7 @@ class StageTrainer:
     def _probe(self) -> Probe:
         """Look what the model's layers ask for, on the device where it will be trained."""
         self.model.to(self.workers.device)
-        probe = Probe.of(self.model, avoided={self._mask_token_id})
-        probe.require(TRAINED, self.checkpoint.max_length)
-        return probe
+        return Probe.of(self.model, avoided={self._mask_token_id})
 
     def _checked_objective(self, probe: Probe, attention: Attention) -> Objective:
         """Make the objective of a model that gives the logits of its own forward pass in a row."""

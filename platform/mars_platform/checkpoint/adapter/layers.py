@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mars_platform.checkpoint.adapter.settings import AdapterSettings
 from mars_platform.errors import UserError
-from mars_platform.mixing.head import decoder_of, per_layer_embedding
+from mars_platform.mixing.head import layers_of, per_layer_embedding
 from mars_platform.mixing.latent import EXPANSION, is_latent
 
 if TYPE_CHECKING:  # importing it takes seconds, and a server's ingress loads no model
@@ -128,14 +128,19 @@ def resolve_targets(model: PreTrainedModel, settings: AdapterSettings) -> list[s
     """Return the names of the layers that an adapter changes, sorted.
 
     Raises:
-        UserError: the model has no layer of some name in ``target_modules``.
+        UserError: the model has no linear layers, or none of some name in ``target_modules``.
     """
     known = {name for _, name, _ in _linears(model)}
+    if not known:
+        raise UserError(
+            f"adapter: models of the family {model.config.model_type!r} have no linear layers that "
+            "an adapter takes; leave it out, and train the whole model"
+        )
     wanted = set(settings.target_modules or known)
     if unknown := sorted(wanted - known):
         raise UserError(
             f"adapter.target_modules: the model has no linear layer called {unknown[0]!r} that an "
-            f"adapter can change; it has {', '.join(sorted(known)) or 'none'}"
+            f"adapter can change; it has {', '.join(sorted(known))}"
         )
     return sorted(wanted)
 
@@ -208,7 +213,7 @@ def _linears(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str, nn.Linear
 
     An engine absorbs the expansion of latents, so that no adapter can act in it.
     """
-    for parent in decoder_of(model).layers.modules():
+    for parent in layers_of(model).modules():
         for name, child in parent.named_children():
             if type(child) is nn.Linear and not (name == EXPANSION and is_latent(parent)):
                 yield parent, name, child

@@ -6,8 +6,8 @@ Imports no package beyond marsray, so that checks also run where others are brok
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from mars_platform.errors import UserError, one_line
 
@@ -23,6 +23,8 @@ class Finding:
     """Observation in one line."""
     remedy: str = ""
     """Remedy; empty if nothing needs to be done."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """The same for programs, where it is more than one line."""
 
 
 def guarded(name: str, check: Callable[[], Iterable[Finding]], remedy: str) -> Iterator[Finding]:

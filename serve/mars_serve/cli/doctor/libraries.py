@@ -66,6 +66,7 @@ def _checkpoint(path: Path) -> Iterator[Finding]:
     from mars_platform.checkpoint.number_type import stored_dtype
     from mars_platform.mixing.latent import absorb
     from mars_platform.mixing.probe import record
+    from mars_serve.cli.doctor import layers
 
     checkpoint = read_checkpoint(path)
     with torch.device("meta"):
@@ -75,19 +76,22 @@ def _checkpoint(path: Path) -> Iterator[Finding]:
             .from_config(checkpoint.config, trust_remote_code=False, dtype=torch.bfloat16)
             .eval()
         )
+    held = set[str]().union(*check_weights(path).values())
     wanted = {name for name, _ in model.named_parameters()}  # a tied one once
-    missing = sorted(wanted - set().union(*check_weights(path).values()))
-    if 0 < len(missing) < len(wanted) / 2:  # else the family's names are others on disk
+    missing = sorted(wanted - held)
+    if missing and held <= model.state_dict().keys():  # else some have other names on disk
         raise UserError(
             f"the files lack {len(missing)} of {len(wanted)} tensors, such as {missing[0]}; {_COPY}"
         )
     num = sum(each.numel() for each in model.parameters())
     specs = absorb(model, record(model, torch.ones(1, 4, dtype=torch.long, device="meta")))
     mars, dtype = checkpoint.metadata, stored_dtype(path)
+    yield from layers.findings(specs, checkpoint.max_length, getattr(torch, dtype))
     kind = f"block size {mars.block_size}" if mars else "plain AR"
     found = f"{type(model).__name__}, {num / 1e6:,.1f}M weights in {dtype}, {kind}"
     yield Finding("checkpoint", "ok", found)
     yield _path_served(dtype, max(max(spec.key_dim, spec.value_dim) for spec in specs))
+    yield layers.works(model)
     try:
         check_chat_template(path)
     except UserError as error:

@@ -68,4 +68,4 @@ class _Step(NamedTuple):
             softcap=call.softcap,
             sinks=call.sinks,
         )
-        return attended.unsqueeze(0)
+        return attended.contiguous().unsqueeze(0)  # some families view it in another shape

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from decoding.families import build_family
+from mars_platform.checkpoint.directory import read_checkpoint, save_checkpoint
 from mars_platform.cli.main import run
 from mars_serve.cli.doctor import libraries, machine
 from mars_serve.cli.doctor.command import findings_of_child
@@ -39,9 +41,57 @@ def test_a_whole_checkpoint_can_be_served(mars_dir: Path) -> None:
     found = by_check(libraries.torch_findings(mars_dir))
     assert failures(found.values()) == {}
     assert "weights in float32, block size 4" in found["checkpoint"].found
+    assert found["layers"].found == "2 full: 4 heads over 2 of 8 numbers"
+    assert found["cache"].found == "0.2 KiB a token in float32"
+    assert found["works"].found.startswith("served in modes ar, exact and threshold, ")
+    assert found["works"].found.endswith(
+        "by an adapter of down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    )
     assert found["served"].found.endswith("gathered: the device is cpu, not a GPU")
     assert "marsray calibrate" in found["frontier"].remedy
     assert "chat template" not in found
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "cache"),
+    [
+        (
+            "gemma4_text",
+            "2 with a window of 8: 4 heads over 2 of 8 numbers, the keys of others in 1; "
+            "2 full: 4 heads over 2 of 16 numbers, the keys of others in 1",
+            "0.4 KiB a token in float32 (0.1 with a window of 8, 0.2 full)",
+        ),
+        (
+            "mimo_v2_flash",
+            "1 full: 4 heads over 2 of 8 and 6 numbers; "
+            "1 with a window of 8: 4 heads over 4 of 8 and 6 numbers, sinks",
+            "0.4 KiB a token in float32 (0.1 full, 0.2 with a window of 8)",
+        ),
+        (
+            "llama4_text",
+            "1 within chunks of 8: 4 heads over 2 of 8 numbers; "
+            "1 full: 4 heads over 2 of 8 numbers, queries scaled by their positions",
+            "0.2 KiB a token in float32 (0.1 within chunks of 8, 0.1 full)",
+        ),
+    ],
+)
+def test_kinds_of_layers_and_their_cache_are_told(
+    family: str, layers: str, cache: str, plain_dir: Path, tmp_path: Path
+) -> None:
+    tokenizer = read_checkpoint(plain_dir).tokenizer
+    save_checkpoint(tmp_path, build_family(family, vocab_size=320), tokenizer, None)
+    found = by_check(libraries.torch_findings(tmp_path))
+    assert (found["layers"].found, found["cache"].found) == (layers, cache)
+    first = found["layers"].facts["kinds"][0]
+    assert layers.startswith(f"{len(first['layers'])} {first['reach']}: {first['sizes']}")
+
+
+def test_a_family_that_is_refused_is_named(plain_dir: Path, tmp_path: Path) -> None:
+    tokenizer = read_checkpoint(plain_dir).tokenizer
+    model = build_family("diffllama", vocab_size=320)
+    save_checkpoint(tmp_path, model, tokenizer, None)
+    [wrong] = failures(libraries.torch_findings(tmp_path)).values()
+    assert "'diffllama', and it attends more than once a pass in layers 0, 1; take one" in wrong
 
 
 def cut_weights(model: Path) -> None:
