@@ -72,9 +72,10 @@ def findings(
     yield Finding("cache", "ok", text + (f" ({parts})" if len(found) > 1 else ""))
 
 
-def works(model: PreTrainedModel) -> Finding:
-    """Say what of marsray works with a model that is served."""
-    text = "served in modes ar, exact and threshold, with prefix caching; trained, "
+def works(model: PreTrainedModel, *, has_masks: bool) -> Finding:
+    """Say what of marsray works with a model that is served; only a MARS one ``has_masks``."""
+    modes = "modes ar, exact and threshold" if has_masks else "mode ar, and in all once trained"
+    text = f"served in {modes}, with prefix caching; trained, "
     try:
         names = resolve_targets(model, AdapterSettings())
         text += f"as a whole or by an adapter of {', '.join(names)}"

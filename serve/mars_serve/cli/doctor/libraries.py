@@ -91,7 +91,7 @@ def _checkpoint(path: Path) -> Iterator[Finding]:
     found = f"{type(model).__name__}, {num / 1e6:,.1f}M weights in {dtype}, {kind}"
     yield Finding("checkpoint", "ok", found)
     yield _path_served(dtype, max(max(spec.key_dim, spec.value_dim) for spec in specs))
-    yield layers.works(model)
+    yield layers.works(model, has_masks=mars is not None)
     try:
         check_chat_template(path)
     except UserError as error:

@@ -82,6 +82,7 @@ def test_kinds_of_layers_and_their_cache_are_told(
     save_checkpoint(tmp_path, build_family(family, vocab_size=320), tokenizer, None)
     found = by_check(libraries.torch_findings(tmp_path))
     assert (found["layers"].found, found["cache"].found) == (layers, cache)
+    assert found["works"].found.startswith("served in mode ar, ")  # plain models refuse others
     first = found["layers"].facts["kinds"][0]
     assert layers.startswith(f"{len(first['layers'])} {first['reach']}: {first['sizes']}")
 
