@@ -59,4 +59,5 @@ class Translation:
         if index < len(self.probability):
             high, high_threshold = self.probability[index], self.threshold[index]
         share = (probability - low) / (high - low)
-        return min(low_threshold + share * (high_threshold - low_threshold), 1.0)
+        # rounding could lift it above that of the next knot
+        return min(low_threshold + share * (high_threshold - low_threshold), high_threshold)

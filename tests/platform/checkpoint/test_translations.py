@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mars_platform.checkpoint.calibration import Calibration, DepthCalibration
@@ -94,6 +94,7 @@ def test_with_few_wrong_tokens_no_more_are_accepted_than_by_probability():
     num_cursors=st.integers(1, 60),
     floors=st.lists(st.floats(0.001, 1.0), min_size=2, max_size=5).map(sorted),
 )
+@example(seed=500489, num_cursors=1, floors=[0.5, 0.75])  # rounds up at a knot
 def test_translations_rise_with_probability_and_end_at_one(seed, num_cursors, floors):
     runs, logits, proposed = observed(num_cursors, seed)
     values = [confidence(logits, proposed, each) for each in Confidence]
