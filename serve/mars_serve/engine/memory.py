@@ -1,6 +1,6 @@
 """The pages of the KV cache that each request holds, and the prefixes that requests share.
 
-Of the layers that see no more than the last tokens of a text, a request holds pages of a second
+Where layers see no more than the last tokens of a text, a request holds pages of a second
 pool, and gives them back when no later position sees them.
 """
 

@@ -22,7 +22,7 @@ class Kind:
     """Layers of equal sizes whose queries see equally far back."""
 
     reach: str
-    """What a query sees, in words."""
+    """Words that say how far back a query of these layers sees."""
     layers: list[int]
     sizes: str
     """Heads and their numbers, in words."""

@@ -1,1 +1,1 @@
-"""What is changed in a model's own layers before an engine runs them."""
+"""Changes a model's own layers, in place, before an engine runs them."""
