@@ -37,6 +37,8 @@ KEYS_S = 150
 CUT = shlex.split(os.environ.get("MARSRAY_CUT", ""))
 API = shlex.split(os.environ.get("MARSRAY_API", ""))
 AWAY_S = 60
+SHORT_S = 3
+"""Grace period that ends before an answer of 1,000 tokens does."""
 SMALL_DISK_KIB = 2**20
 GPU_JOBS = {"calibrate": "k8s/jobs/gpu/calibrate", "train": "k8s/overlays/gpu-multi-node-train"}
 
@@ -87,6 +89,16 @@ def test_a_killed_worker_is_replaced(cluster, says):
         cluster("delete", "pod", cluster.workers()[0], "--grace-period=0", "--force")
         figures = at_full_strength(cluster, sent, start)
     says(f"{sent}; {figures}")
+
+
+def test_streams_longer_than_the_grace_period_are_lost_alone(cluster, says):
+    with load(cluster, users=6, tokens=1000) as sent:
+        sent.await_answers()
+        start, asked = time.monotonic(), time.time()
+        cluster("delete", "pod", cluster.workers()[0], f"--grace-period={SHORT_S}")
+        figures = at_full_strength(cluster, sent, start)
+    says(f"{sent}; {figures}")
+    assert not [each for each in sent.chats if each["wrong"] and each["start"] > asked + SHORT_S]
 
 
 def test_requests_do_not_need_the_operator(cluster, says):

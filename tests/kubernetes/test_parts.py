@@ -200,7 +200,8 @@ def test_training_on_two_nodes_survives_the_loss_of_one(cluster, says):
                 start = time.monotonic()
                 name_candidate(cluster, f"{name}-{STARTED}")
                 train = ("train", "tests/kubernetes/two-nodes", json_patch("ConfigMap", settings))
-                cluster.run_job(*train, meanwhile=meanwhile)
+                output = cluster.run_job(*train, meanwhile=meanwhile)
+                assert ("resumed from" in output) == (name == "disturbed"), output
                 says(f"{name} {time.monotonic() - start:.0f} s")
                 weights = f"/models/candidates/{name}-{STARTED}/model/model.safetensors"
                 sums.append(run("sha256sum", weights).split()[0])
