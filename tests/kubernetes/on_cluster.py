@@ -178,9 +178,10 @@ class Cluster:
         manifests: str,
         *patches: dict[str, Any],
         meanwhile: Callable[[], object] = bool,
+        component: str | None = None,
     ) -> str:
         """Run a RayJob to its end and return its output; it has to succeed at the first attempt."""
-        self.apply(manifests, *patches)
+        self.apply(manifests, *patches, component=component)
         meanwhile()
 
         def status() -> dict[str, Any]:

@@ -120,8 +120,12 @@ def reached(run: Callable[..., str], host: str, port: int) -> bool:
     return "True" in said
 
 
-@pytest.mark.skipif("MARSRAY_S3_IMAGE" not in os.environ, reason="MARSRAY_S3_IMAGE names no store")
-def test_a_model_from_an_object_store_is_served(cluster, says):
+@pytest.fixture(scope="module")
+def store(cluster) -> Iterator[Callable[[str], dict[str, object]]]:
+    """Runs an object store, and returns the patch that opens a policy to it alone."""
+    if "MARSRAY_S3_IMAGE" not in os.environ:
+        pytest.skip("MARSRAY_S3_IMAGE names no store")
+
     def only_the_store(policy: str) -> dict[str, object]:
         value = [{"ipBlock": {"cidr": f"{address}/32"}}]
         operation = {"op": "replace", "path": "/spec/egress/0/to", "value": value}
@@ -130,28 +134,35 @@ def test_a_model_from_an_object_store_is_served(cluster, says):
     cluster.apply("tests/kubernetes/store")
     cluster("wait", "--for=condition=Ready", "pod/store", f"--timeout={START_S}s")
     address = cluster.get("pod", "store")["status"]["podIP"]
-    make = "Request('http://localhost:443/bucket', method='PUT')"
-    line = f"from urllib.request import *; urlopen({make})"
-    cluster("exec", "store", "--", "python3", "-c", line)
+    ask_store(cluster, "", method="PUT")
     values = (
         "AWS_ACCESS_KEY_ID=id",
         "AWS_SECRET_ACCESS_KEY=key",
         "AWS_ENDPOINT_URL=http://store:443",
     )
     literals = [f"--from-literal={each}" for each in values]
-    url = f"s3://bucket/models/first-{STARTED}"
-    made = {
-        "secret generic marsray-job-object-store": literals,
-        "secret generic marsray-object-store": literals,
-        "configmap marsray-weights": [f"--from-literal=WEIGHTS_URL={url}"],
-    }
+    secrets = ("marsray-job-object-store", "marsray-object-store")
     try:
-        for what, content in made.items():
-            cluster("create", *what.split(), *content)
-        jobs = "k8s/components/object-store-jobs"
-        with files(cluster, jobs) as run:
+        for name in secrets:
+            cluster("create", "secret", "generic", name, *literals)
+        yield only_the_store
+    finally:
+        cluster("delete", "secret", *secrets, "--ignore-not-found")
+
+
+def ask_store(cluster, query: str, method: str = "GET") -> str:
+    request = f"Request('http://localhost:443/bucket{query}', method='{method}')"
+    line = f"from urllib.request import *; print(urlopen({request}).read().decode())"
+    return str(cluster("exec", "store", "--", "python3", "-c", line))
+
+
+def test_a_model_from_an_object_store_is_served(cluster, says, store):
+    url = f"s3://bucket/models/first-{STARTED}"
+    cluster("create", "configmap", "marsray-weights", f"--from-literal=WEIGHTS_URL={url}")
+    try:
+        with files(cluster, "k8s/components/object-store-jobs") as run:
             assert not reached(run, "store", 443)
-            cluster.apply("k8s/setup/object-store", only_the_store("marsray-job-object-store"))
+            cluster.apply("k8s/setup/object-store", store("marsray-job-object-store"))
             wait_until(lambda: reached(run, "store", 443), "the store")
             weights = ("python", "/etc/marsray/scripts/weights.py")
             run(*weights, "store", "/models/current", url)
@@ -159,15 +170,31 @@ def test_a_model_from_an_object_store_is_served(cluster, says):
         cluster("wait", "--for=delete", "service/marsray-serve-svc", f"--timeout={START_S}s")
         cluster.apply("tests/kubernetes/load")
         cluster("wait", "--for=condition=Ready", "pod/load", f"--timeout={START_S}s")
-        served = only_the_store("marsray-object-store")
+        served = store("marsray-object-store")
         cluster.apply(SERVICE, served, component="k8s/components/object-store")
         with load(cluster, users=1, tokens=8) as sent:
             wait_until(lambda: len(sent.ends()) > ANSWERS, "answers")
         says(cluster("logs", cluster.workers()[0], "--container=weights").strip())
     finally:
-        for what in made:
-            kind, *_, name = what.split()
-            cluster("delete", kind, name, "--ignore-not-found")
+        cluster("delete", "configmap", "marsray-weights")
+
+
+def test_training_keeps_checkpoints_in_an_object_store(cluster, says, store):
+    where = f"runs-{STARTED}"
+    text = recipe(6, checkpoints={"every_steps": 3, "storage": f"s3://bucket/{where}"})
+    settings = {"op": "replace", "path": "/data/recipe.yaml", "value": text}
+    before = cluster.get("configmap", "marsray-candidate")["data"]["CANDIDATE"]
+    cluster.apply("k8s/setup/object-store", store("marsray-job-object-store"))
+    name_candidate(cluster, f"stored-{STARTED}")
+    jobs = "k8s/components/object-store-jobs"
+    train = ("train", "k8s/overlays/cpu-dev-train", json_patch("ConfigMap", settings))
+    try:
+        cluster.run_job(*train, component=jobs)
+    finally:
+        name_candidate(cluster, before)
+    found = set(re.findall(r"<Key>([^<]*)</Key>", ask_store(cluster, f"?prefix={where}")))
+    says(f"{len(found)} files")
+    assert any("/step-" in each for each in found), found
 
 
 @pytest.mark.skipif(not CUT, reason="MARSRAY_CUT names no command that cuts a node off")
