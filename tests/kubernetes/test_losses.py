@@ -199,10 +199,19 @@ def test_a_version_whose_image_is_missing_is_rolled_back_without_loss(cluster, s
 
 
 def test_a_killed_head_costs_a_restart(cluster, says):
+    def runs() -> set[tuple[str, int]]:
+        """Return the ready workers with the number of times that each was started again."""
+        found = ((each["metadata"], each["status"]) for each in cluster.ready("worker"))
+        return {(pod["name"], at["containerStatuses"][0]["restartCount"]) for pod, at in found}
+
     with load(cluster) as sent:
         sent.await_answers()
+        before, start = runs(), time.monotonic()
         took = kill_the_head(cluster, sent)
-    says(f"{sent}; new head after {took:.0f} s")
+        # Workers that have lost their head serve for another minute before they end.
+        wait_until(lambda: len(runs() - before) == 2, "two workers of the new head")
+        figures = at_full_strength(cluster, sent, start)
+    says(f"{sent}; new head after {took:.0f} s, {figures}")
 
 
 @pytest.fixture
