@@ -44,6 +44,7 @@ STARTED = int(time.time())
 """Makes names of runs and models that are new."""
 NOTICED_S = 45
 """Seconds within which a head notices that a node is lost."""
+JOB_WORKERS = "app.kubernetes.io/component=job,ray.io/node-type=worker"
 GPU_PODS = {
     "k8s/jobs/gpu/evaluate": "rayjob/evaluate",
     "k8s/overlays/gpu-submit": "raycluster/submit",
@@ -179,9 +180,14 @@ def test_a_model_from_an_object_store_is_served(cluster, says, store):
         cluster("delete", "configmap", "marsray-weights")
 
 
-def test_training_keeps_checkpoints_in_an_object_store(cluster, says, store):
-    where = f"runs-{STARTED}"
-    text = recipe(6, checkpoints={"every_steps": 3, "storage": f"s3://bucket/{where}"})
+def test_training_resumes_from_an_object_store(cluster, says, store):
+    def lose_the_worker() -> None:
+        wait_until(lambda: "/step-" in ask_store(cluster, f"?prefix={runs}"), "a checkpoint")
+        (worker,) = cluster.get("pods", "--selector", JOB_WORKERS)["items"]
+        cluster("delete", "pod", worker["metadata"]["name"], "--grace-period=0", "--force")
+
+    runs = f"runs-{STARTED}"
+    text = recipe(60, checkpoints={"every_steps": 10, "storage": f"s3://bucket/{runs}"})
     settings = {"op": "replace", "path": "/data/recipe.yaml", "value": text}
     before = cluster.get("configmap", "marsray-candidate")["data"]["CANDIDATE"]
     cluster.apply("k8s/setup/object-store", store("marsray-job-object-store"))
@@ -189,12 +195,12 @@ def test_training_keeps_checkpoints_in_an_object_store(cluster, says, store):
     jobs = "k8s/components/object-store-jobs"
     train = ("train", "k8s/overlays/cpu-dev-train", json_patch("ConfigMap", settings))
     try:
-        cluster.run_job(*train, component=jobs)
+        output = cluster.run_job(*train, meanwhile=lose_the_worker, component=jobs)
     finally:
         name_candidate(cluster, before)
-    found = set(re.findall(r"<Key>([^<]*)</Key>", ask_store(cluster, f"?prefix={where}")))
-    says(f"{len(found)} files")
-    assert any("/step-" in each for each in found), found
+    found = re.search(rf"resumed from s3://bucket/{runs}/\S+", output)
+    assert found, output
+    says(found[0])
 
 
 @pytest.mark.skipif(not CUT, reason="MARSRAY_CUT names no command that cuts a node off")
@@ -206,8 +212,7 @@ def test_training_on_two_nodes_survives_the_loss_of_one(cluster, says):
     def lose_a_node() -> None:
         checkpoints = f"/models/candidates/disturbed-{STARTED}/checkpoints/ar"
         wait_until(lambda: "step-" in run("ls", checkpoints, check=False), "a checkpoint")
-        selector = "app.kubernetes.io/component=job,ray.io/node-type=worker"
-        workers = cluster.get("pods", "--selector", selector)["items"]
+        workers = cluster.get("pods", "--selector", JOB_WORKERS)["items"]
         nodes = {each["spec"]["nodeName"] for each in workers}
         assert len(nodes) == 2
         says(f"cut after {run('ls', checkpoints).split()[-1]}")
