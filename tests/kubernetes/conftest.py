@@ -53,7 +53,7 @@ def says(record_property: Callable[[str, object], None]) -> Callable[[object], N
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     report: Any = yield
-    if report.when == "call" and report.failed:
+    if report.when != "teardown" and report.failed and "cluster" in item.funcargs:
         item.funcargs["cluster"].keep(item.name, str(report.longrepr))
         if item.path.stem == "test_from_nothing":
             item.session.shouldfail = f"later steps need {item.name}"

@@ -110,7 +110,7 @@ def test_submit(cluster, tmp_path, says):
     finally:
         cluster("delete", "raycluster", "submit")
     assert done.returncode == 0, done.stdout
-    says(done.stdout.splitlines()[-1])
+    says([line for line in done.stdout.splitlines() if "checkpoint in" in line][-1])
 
 
 def reached(run: Callable[..., str], host: str, port: int) -> bool:
@@ -313,11 +313,13 @@ def test_prometheus_reads_what_rules_and_dashboard_ask_for(cluster, tmp_path, sa
     dashboard = cluster.get("configmap", "marsray-dashboard")["data"]["dashboard.json"]
     asked = set(re.findall(r"\bray_marsray_\w+", json.dumps(rule) + dashboard))
     jobs = list(scrape(cluster, made["key"]))
+    assert all(each["static_configs"] for each in jobs)
+    count = sum(len(each["static_configs"]) for each in jobs)
     config = {"scrape_configs": jobs, "rule_files": ["/etc/prometheus/rules.yaml"]}
     (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rule["spec"]))
     with load(cluster, users=1, tokens=8), prometheus(cluster, tmp_path) as ask:
-        wait_until(lambda: len(states()) > len(jobs) and set(states()) == {"up"}, "all targets")
+        wait_until(lambda: states() == ["up"] * count, "all targets")
         wait_until(lambda: not missing(), "all metrics")
         wait_until(lambda: "unknown" not in rules(), "all rules")
         says(f"{len(states())} targets, {len(asked)} metrics, {len(rules())} rules")

@@ -48,7 +48,9 @@ def without_gpus() -> dict[str, object]:
 @pytest.fixture(autouse=True, scope="module")
 def _three_replicas(cluster):
     cluster("delete", "rayservice", "marsray", "--ignore-not-found")
-    cluster("delete", "secret", "marsray-redis", "--ignore-not-found")
+    # A cluster cleans up in Redis, so that one which another step has left goes last.
+    cluster("wait", "--for=delete", "raycluster", "--all", "--timeout=120s", check=False)
+    cluster("delete", "statefulset,secret", "marsray-redis", "--ignore-not-found")
     password = f"--from-literal=password={secrets.token_hex(24)}"
     cluster("create", "secret", "generic", "marsray-redis", password)
     cluster.apply("tests/kubernetes/load")
