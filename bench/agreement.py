@@ -3,18 +3,18 @@
     python -m bench.agreement MODEL --data eval.jsonl [--adapter DIR]
 
 A step of mode exact with a fixed window and masks for every outcome depends on nothing but the
-output and the drafts behind each of its prefixes. So one forward pass over an output gives all of
-these drafts, agreement by depth, and the number of passes that mode exact would take: figures that
-depend on no clock. The share of outputs that end in a loop is told, too: loops are easy to draft,
-so that they make tokens a pass look better than they are. The speed is that of the engine with its
-own choice of masks; both modes decode the same prompts in turn.
+output and the drafts behind each of its prefixes. So these drafts give agreement by depth and the
+number of passes that mode exact would take: figures that depend on no clock. The share of outputs
+that end in a loop is told, too: loops are easy to draft, so that they make tokens a pass look
+better than they are. The speed is that of the engine with its own choice of masks; both modes
+decode the same prompts in turn.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,26 +22,22 @@ import numpy as np
 import torch
 import typer
 from numpy.typing import NDArray
-from torch import Tensor
-from transformers import PreTrainedModel
 
-from mars_platform.checkpoint.adapted import load_weights, read_model
+from mars_platform.checkpoint.adapted import read_model
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.cli.report import figure_column, interval, output_console, table_of, write_json
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
-from mars_platform.method.rules import visibility
-from mars_platform.mixing.head import Head, decoder_of
 from mars_platform.statistics import ratio_of_totals
-from mars_serve.engine.decoding_options import Sampling
+from mars_serve.engine.decoding_options import DecodingOptions, Sampling
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.sampling.noise import gumbel_noise
-from mars_serve.measure.calibration.collect import check_reach
+from mars_serve.engine.request import Request
 from mars_serve.measure.evaluation.decoding import (
     DecodedItem,
     DecodingSetting,
     run_setting,
     settings_with_room,
+    steps_of,
 )
 from mars_serve.measure.evaluation.items import EvalItem, read_items
 
@@ -49,65 +45,40 @@ TEMPERATURES = (0.0, 0.7, 1.0)
 _BATCH = 16
 _MAX_PERIOD, _MIN_REPEATS, _MIN_LOOP = 32, 3, 24
 
-_CURSORS = 32
-"""Prefixes whose masks share a forward pass; more see less of each other and cost more."""
 
-
-def tokens_of(logits: Tensor, positions: Tensor, temperature: float, seed: int) -> Tensor:
-    """Choose tokens as the engine does, with its keyed noise at a temperature above 0."""
-    if not temperature:
-        return logits.argmax(-1)
-    noise = gumbel_noise(torch.full_like(positions, seed), positions, logits.shape[-1])
-    return (logits / temperature + noise).argmax(-1)
-
-
-@torch.inference_mode()
 def mask_drafts(
-    checkpoint: Checkpoint,
-    model: PreTrainedModel,
-    item: EvalItem,
-    output: Sequence[int],
-    temperature: float = 0.0,
+    engine: Engine, item: EvalItem, output: Sequence[int], temperature: float = 0.0
 ) -> NDArray[np.int64]:
     """Return the tokens that masks draft behind each prefix of an output.
 
     Args:
-        checkpoint: the model's special tokens, and how many masks it knows, B.
-        model: the model, with sdpa attention.
+        engine: an engine without requests.
         item: the prompt; its index is the seed of the noise.
         output: tokens that the model wrote.
         temperature: temperature of the choice.
 
     Returns:
         int64 [output tokens, B]: entry [i, d - 1] is drafted at depth d behind the prompt and
-        ``output[:i]``, for the place of ``output[i + d]``.
+        ``output[:i]``, for the place of ``output[i + d]``; it is -1 past the end of the output.
     """
-    assert checkpoint.metadata is not None
-    window, mask = checkpoint.metadata.block_size, checkpoint.metadata.mask_token_id
-    tokens = torch.tensor([*item.prompt, *output[:-1]])
-    banned = torch.tensor(sorted(checkpoint.special.never_emitted))
-    found = []
-    for first in range(0, len(output), _CURSORS):
-        cursors = torch.arange(first, min(first + _CURSORS, len(output))) + len(item.prompt)
-        places = (cursors[:, None] + torch.arange(window)).flatten()  # positions of the masks
-        clean = torch.arange(int(cursors[-1]))
-        ids = torch.cat([tokens[clean], torch.full_like(places, mask)])
-        blocks = torch.cat([clean, cursors.repeat_interleave(window)])
-        positions = torch.cat([clean, places])
-        noisy = torch.arange(len(ids)) >= len(clean)
-        visible = visibility(
-            torch.zeros_like(ids)[None], positions[None], blocks[None], noisy[None]
-        )
-        hidden = decoder_of(model)(
-            input_ids=ids[None],
-            position_ids=positions[None],
-            attention_mask=visible[:, None],
-            use_cache=False,
-        ).last_hidden_state[0, len(clean) :]
-        logits = Head(model)(hidden).float().index_fill(-1, banned, -torch.inf)
-        drafts = tokens_of(logits, places + 1, temperature, item.index)
-        found.append(drafts.view(len(cursors), window))
-    return torch.cat(found).numpy()
+    drafts = np.full((len(output), engine.window), -1)
+
+    def requests() -> Iterator[Request]:
+        for index in range(len(output)):
+            options = DecodingOptions(
+                min(engine.window + 1, len(output) - index),
+                sampling=Sampling(temperature=temperature, seed=item.index),
+                ignore_eos=True,
+                reports_rejected=True,
+            )
+            yield Request(str(index), [*item.prompt, *output[:index]], options)
+
+    for outputs in steps_of(engine, requests()):
+        for each in outputs:
+            _, *behind = [*each.tokens, *(token for token, _ in each.rejected)]
+            drafts[int(each.request_id), : len(behind)] = behind
+            engine.cancel(each.request_id)  # unless all that it may draft was accepted
+    return drafts
 
 
 def right_drafts(drafts: NDArray[np.int64], output: Sequence[int]) -> NDArray[np.bool_]:
@@ -115,7 +86,7 @@ def right_drafts(drafts: NDArray[np.int64], output: Sequence[int]) -> NDArray[np
     num, window = drafts.shape
     padded = np.concatenate([np.asarray(output, dtype=np.int64), np.full(window, -1)])
     targets = np.lib.stride_tricks.sliding_window_view(padded[1:], window)[:num]
-    right: NDArray[np.bool_] = drafts == targets
+    right: NDArray[np.bool_] = (drafts == targets) & (targets >= 0)
     return right
 
 
@@ -157,11 +128,7 @@ def ends_in_loop(tokens: Sequence[int]) -> bool:
 
 
 def drafting(
-    checkpoint: Checkpoint,
-    model: PreTrainedModel,
-    items: Sequence[EvalItem],
-    outputs: Sequence[DecodedItem],
-    temperature: float,
+    engine: Engine, items: Sequence[EvalItem], outputs: Sequence[DecodedItem], temperature: float
 ) -> dict[str, Any]:
     """Return what mode exact takes for the outputs, and the agreement of masks with them.
 
@@ -171,11 +138,9 @@ def drafting(
         ``tokens``, ``passes`` and ``loops`` by item; ``right`` and ``drafts`` by depth, summed over
         every position of every output.
     """
-    assert checkpoint.metadata is not None
-    counts, passes = np.zeros((2, checkpoint.metadata.block_size), np.int64), []
+    counts, passes = np.zeros((2, engine.window), np.int64), []
     for item, output in zip(items, outputs, strict=True):
-        drafts = mask_drafts(checkpoint, model, item, output.tokens, temperature)
-        right = right_drafts(drafts, output.tokens)
+        right = right_drafts(mask_drafts(engine, item, output.tokens, temperature), output.tokens)
         counts += counts_by_depth(right)
         passes.append(exact_passes(right))
     return {
@@ -237,15 +202,12 @@ def measure(
         ).model_copy(update={"num_lookup_drafts": num_lookup_drafts})
         return Engine(checkpoint, settings, dtype=getattr(torch, dtype))
 
-    model = load_weights(checkpoint, dtype=torch.float32)
     whole = engine(items, _BATCH, "float32", 0)
     agreement, speeds = [], []
     for temperature in TEMPERATURES:
         setting = DecodingSetting(Mode.AR, 1.0, sampling=Sampling(temperature=temperature))
         outputs = run_setting(whole, items, setting, max_tokens=max_tokens)
-        pairs = zip(items, outputs, strict=True)
-        check_reach(whole.specs, max(len(item.prompt) + len(out.tokens) for item, out in pairs))
-        found = drafting(checkpoint, model, items, outputs, temperature)
+        found = drafting(whole, items, outputs, temperature)
         agreement.append({"temperature": temperature, **found})
     del whole
     for batch in batches:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from decoding.adapters import write_adapter
+from decoding.families import build_family
 from decoding.tiny_models import SIZES, build_model
 from mars_platform.checkpoint.directory import (
     Checkpoint,
@@ -127,4 +128,13 @@ def mars_dir(plain_dir: Path) -> Path:
     model, tokenizer = load_model(plain_dir), read_checkpoint(plain_dir).tokenizer
     mask, _ = add_mask_token(model, tokenizer)
     save_checkpoint(path, model, tokenizer, MarsMetadata(block_size=4, mask_token_id=mask))
+    return path
+
+
+@pytest.fixture(scope="session")
+def gpt_oss_dir(mars_dir: Path) -> Path:
+    """A MARS checkpoint of gpt-oss whose windows, of 8 tokens, are shorter than any prompt."""
+    path, known = mars_dir.with_name("gpt_oss"), read_checkpoint(mars_dir)
+    model = build_family("gpt_oss", vocab_size=known.vocabulary_size, max_position_embeddings=128)
+    save_checkpoint(path, model, known.tokenizer, known.metadata)
     return path

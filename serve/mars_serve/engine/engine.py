@@ -29,7 +29,7 @@ from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.drafting.sources import DraftSources
 from mars_serve.engine.execution.acceptance import Accepted
 from mars_serve.engine.execution.fault_isolation import FaultIsolation, Step, TooLong
-from mars_serve.engine.execution.forward import ModelRunner
+from mars_serve.engine.execution.forward import ModelRunner, OnLogits
 from mars_serve.engine.execution.graphs import Capture, CapturedGraphs, CudaCapture, GraphSizes
 from mars_serve.engine.execution.step_sampling import REFUSALS, commit, cut, prepare, refusal_of
 from mars_serve.engine.execution.warm_up import (
@@ -197,6 +197,10 @@ class Engine:
             num_out_of_memory=self._isolation.budget.num_out_of_memory,
             **vars(self._counts),
         )
+
+    def watch(self, on_logits: OnLogits | None) -> None:
+        """Call a function, or none, with the logits of each step from now on."""
+        self._runner.on_logits = on_logits
 
     # Warming up
 

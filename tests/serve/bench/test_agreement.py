@@ -12,7 +12,6 @@ from bench.agreement import (
     main,
     mask_drafts,
     right_drafts,
-    tokens_of,
 )
 
 from decoding.tiny_models import build_model
@@ -20,6 +19,7 @@ from mars_platform.checkpoint.directory import Checkpoint, SpecialTokens
 from mars_platform.checkpoint.metadata import MarsMetadata
 from mars_platform.method.mode import Mode
 from mars_serve.engine.decoding_options import Outcomes, Sampling
+from mars_serve.engine.sampling.noise import gumbel_noise
 from mars_serve.measure.evaluation.decoding import (
     DecodingSetting,
     evaluation_engine,
@@ -61,11 +61,18 @@ def decoded(checkpoint, request):
         Mode.EXACT, 1.0, outcomes=Outcomes.ALL, window=WINDOW, sampling=sampling
     )
     outputs = [run_setting(engine, items, each, max_tokens=MAX_TOKENS) for each in (ar, exact)]
-    return request.param, items, outputs
+    return request.param, engine, items, outputs
 
 
-def test_drafts_are_those_of_a_pass_behind_each_prefix(model, checkpoint, decoded):
-    temperature, items, (outputs, _) = decoded
+def tokens_of(logits, positions, temperature, seed):
+    if not temperature:
+        return logits.argmax(-1)
+    noise = gumbel_noise(torch.full_like(positions, seed), positions, logits.shape[-1])
+    return (logits / temperature + noise).argmax(-1)
+
+
+def test_drafts_are_those_of_a_pass_behind_each_prefix(model, decoded):
+    temperature, engine, items, (outputs, _) = decoded
     item, tokens = items[2], outputs[2].tokens
     expected = []
     for cursor in range(len(tokens)):
@@ -74,18 +81,18 @@ def test_drafts_are_those_of_a_pass_behind_each_prefix(model, checkpoint, decode
             logits = model(torch.tensor([ids]), use_cache=False).logits[0, -WINDOW:].clone()
             logits[:, sorted(SPECIAL.never_emitted)] = -torch.inf
         positions = len(item.prompt) + cursor + torch.arange(1, WINDOW + 1)
-        expected.append(tokens_of(logits, positions, temperature, item.index).tolist())
-    found = mask_drafts(checkpoint, model, item, tokens, temperature)
-    assert found.tolist() == expected
+        drafts = tokens_of(logits, positions, temperature, item.index).tolist()
+        num_left = len(tokens) - 1 - cursor
+        expected.append((drafts[:num_left] + [-1] * WINDOW)[:WINDOW])
+    assert mask_drafts(engine, item, tokens, temperature).tolist() == expected
 
 
-def test_passes_are_those_of_the_engine(model, checkpoint, decoded):
-    temperature, items, (one_token, exact) = decoded
+def test_passes_are_those_of_the_engine(decoded):
+    temperature, engine, items, (one_token, exact) = decoded
     total = 0
     for item, ours, theirs in zip(items, one_token, exact, strict=True):
         assert ours.tokens == theirs.tokens
-        drafts = mask_drafts(checkpoint, model, item, ours.tokens, temperature)
-        right = right_drafts(drafts, ours.tokens)
+        right = right_drafts(mask_drafts(engine, item, ours.tokens, temperature), ours.tokens)
         assert exact_passes(right) == theirs.num_passes
         total += right.sum()
     assert total > 0, "a model whose masks are never right shows nothing"
@@ -93,6 +100,7 @@ def test_passes_are_those_of_the_engine(model, checkpoint, decoded):
 
 def test_no_draft_past_the_end_is_right():
     drafts = np.full((3, 2), 7)
+    drafts[2] = -1
     assert right_drafts(drafts, [7, 7, 7]).tolist() == [[True, True], [True, False], [False] * 2]
     counts = counts_by_depth(right_drafts(drafts, [7, 7, 8]))
     assert counts.tolist() == [[1, 0], [2, 1]]
@@ -115,7 +123,7 @@ def test_a_loop_is_found_at_the_end_only(tokens, loops):
     assert ends_in_loop(tokens) is loops
 
 
-def test_a_checkpoint_is_measured_greedy_and_sampled(mars_dir, tmp_path, capsys):
+def test_a_checkpoint_is_measured_greedy_and_sampled(gpt_oss_dir, tmp_path, capsys):
     data, file = tmp_path / "eval.jsonl", tmp_path / "figures.json"
     turns = [
         {"role": "user", "content": "What is 1 plus 2?"},
@@ -123,7 +131,7 @@ def test_a_checkpoint_is_measured_greedy_and_sampled(mars_dir, tmp_path, capsys)
     ]
     data.write_text(f"{json.dumps({'messages': turns})}\n" * 2)
     main(
-        str(mars_dir), [data], items=2, max_tokens=9, timed=1, rounds=1, batch=[1, 2],
+        str(gpt_oss_dir), [data], items=2, max_tokens=9, timed=1, rounds=1, batch=[1, 2],
         dtype="bfloat16", lookup_drafts=4, threads=1, json_file=file,
     )  # fmt: skip
     found = json.loads(file.read_text())

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from conversations import read
+from decoding.families import build_family
 from mars_platform.checkpoint.calibration import (
     Calibration,
     DepthCalibration,
@@ -24,17 +26,18 @@ from mars_platform.checkpoint.directory import (
 )
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.checkpoint.metadata import MarsMetadata
-from mars_platform.errors import UserError
 from mars_platform.method import reference
 from mars_platform.method.mode import Confidence
 from mars_platform.method.rules import confidence
-from mars_platform.mixing.specs import AttentionSpec
+from mars_serve.engine.engine import Engine
+from mars_serve.engine.settings import EngineSettings
 from mars_serve.measure.calibration import collect as collection
 from mars_serve.measure.calibration import observe as observing
 from mars_serve.measure.calibration.collect import measure_calibration
 from mars_serve.measure.calibration.observe import (
     OTHERS,
     Continuation,
+    Cursor,
     Observations,
     choose_cursors,
     is_fitted,
@@ -46,22 +49,36 @@ SPECIAL = SpecialTokens(eos=frozenset({1}), never_emitted=frozenset({0, MASK}))
 PROMPT = tuple(range(5, 16))
 MAX_TOKENS = 12
 
-Models = Callable[[str], PreTrainedModel]
 
-
-def checkpoint_of(model: PreTrainedModel) -> Checkpoint:
+def engine_of(model: PreTrainedModel, special: SpecialTokens = SPECIAL) -> Engine:
+    """Return an engine whose pages and steps are shorter than a text."""
     metadata = MarsMetadata(block_size=BLOCK_SIZE, mask_token_id=MASK)
-    return Checkpoint(Path(), model.config, None, metadata, SPECIAL)
+    checkpoint = Checkpoint(None, model.config, None, metadata, special)
+    settings = EngineSettings(page_size=4, num_pages=40, max_num_seqs=3, max_num_batched_tokens=65)
+    return Engine(checkpoint, settings, model=copy.deepcopy(model))
+
+
+def observed(
+    engine: Engine,
+    text: Continuation,
+    cursors: Iterable[int],
+    on_progress: Callable[[int], None] = lambda _: None,
+) -> Observations:
+    places = [Cursor(text, index) for index in cursors]
+    return Observations.joined(observe(engine, places, on_progress))
 
 
 @torch.inference_mode()
 def observe_one_by_one(
-    model: PreTrainedModel, checkpoint: Checkpoint, text: Continuation, cursors: list[int]
+    model: PreTrainedModel,
+    text: Continuation,
+    cursors: Iterable[int],
+    mask: int = MASK,
+    special: SpecialTokens = SPECIAL,
 ) -> Observations:
     """Observe with a pass for each cursor over the tokens before it and all of the masks."""
     depths, curves, correct, others = [], [], [], []
-    banned = torch.tensor(sorted(checkpoint.special.never_emitted))
-    masks = [checkpoint.metadata.mask_token_id] * checkpoint.metadata.block_size
+    banned, masks = torch.tensor(sorted(special.never_emitted)), [mask] * BLOCK_SIZE
     for cursor in cursors:
         before = [*text.prompt, *text.output[:cursor]]
         logits = model(input_ids=torch.tensor([before + masks])).logits[0, len(before) - 1 :]
@@ -102,42 +119,40 @@ def well_guessed_text(model: PreTrainedModel, num_tokens: int) -> Continuation:
     return Continuation(PROMPT, tuple(output[:num_tokens]))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
-def test_one_pass_observes_the_same_as_a_pass_for_each_cursor(
-    tiny_model: Models, family: str
-) -> None:
-    model = tiny_model(family)
-    checkpoint, text = checkpoint_of(model), well_guessed_text(model, 30)
-    for cursors in (list(range(30)), [29], [0, 3, 4, 17, 26]):
-        (ours,) = observe(model, checkpoint, text, cursors)
-        assert_same(ours, observe_one_by_one(model, checkpoint, text, cursors))
-    every = observe_one_by_one(model, checkpoint, text, list(range(30)))
+@pytest.mark.parametrize(
+    "family",
+    ["qwen2", "mistral", "gemma2", "gemma3_text", "gpt_oss", "llama4_text", "deepseek_v3"],
+)
+def test_an_engine_observes_the_same_as_a_plain_pass_for_each_cursor(family: str) -> None:
+    model = build_family(family)  # windows and chunks have 8 tokens
+    text = well_guessed_text(model, 30)
+    every = observe_one_by_one(model, text, list(range(30)))
+    assert_same(observed(engine_of(model), text, range(30)), every)
     for depth in range(1, BLOCK_SIZE + 1):
         correct = every.at(depth).correct
         assert len(correct) == 30 - depth
         assert 0 < correct.sum() < len(correct)
 
 
-def test_many_cursors_are_observed_in_several_passes(
-    tiny_model: Models, monkeypatch: pytest.MonkeyPatch
+def test_some_cursors_are_observed_and_their_logits_in_parts(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = tiny_model("qwen2")
-    checkpoint, text = checkpoint_of(model), well_guessed_text(model, 30)
-    (whole,) = observe(model, checkpoint, text, range(30))
-    monkeypatch.setattr(observing, "_MAX_MASKS", 7 * BLOCK_SIZE)
+    model, cursors = build_family("qwen2"), [0, 3, 4, 17, 29]
+    text, seen, engine = well_guessed_text(model, 30), list[int](), engine_of(model)
     monkeypatch.setattr(observing, "_MAX_LOGITS", 10 * model.config.vocab_size)
-    parts = observe(model, checkpoint, text, range(30))
-    assert [int((part.depth == 0).sum()) for part in parts] == [7, 7, 7, 7, 2]
-    assert_same(Observations.joined(parts), whole)
-    assert observe(model, checkpoint, text, []) == []
+    ours = observed(engine, text, cursors, seen.append)
+    assert_same(ours, observe_one_by_one(model, text, cursors))
+    assert seen == sorted(seen)
+    assert seen[-1] == len(cursors)
+    assert observe(engine, [], seen.append) == []
 
 
-def test_tokens_that_are_never_emitted_are_never_proposed(tiny_model: Models) -> None:
-    model = tiny_model("qwen2")
-    checkpoint, text = checkpoint_of(model), well_guessed_text(model, 30)
-    (free,) = observe(model, checkpoint, text, range(30))
+def test_tokens_that_are_never_emitted_are_never_proposed() -> None:
+    model = build_family("qwen2")
+    text = well_guessed_text(model, 30)
+    free = observed(engine_of(model), text, range(30))
     banned = SpecialTokens(SPECIAL.eos, SPECIAL.never_emitted | {text.output[0]})
-    (ours,) = observe(model, replace(checkpoint, special=banned), text, range(30))
+    ours = observed(engine_of(model, banned), text, range(30))
     hit = torch.tensor(text.output) == text.output[0]
     assert free.at(0).correct[hit].any()
     assert not ours.at(0).correct[hit].any()
@@ -150,18 +165,12 @@ TEXTS = [Continuation((n, n + 1), tuple(range(5 + n % 4))) for n in range(40)]
 def test_each_half_gets_its_share_of_cursors(max_cursors: int) -> None:
     chosen = choose_cursors(TEXTS, max_cursors)
     assert chosen == choose_cursors(TEXTS, max_cursors)
-    for half in (True, False):
-        ours = [
-            places
-            for text, places in zip(TEXTS, chosen, strict=True)
-            if is_fitted(text.prompt) is half
-        ]
-        assert sum(map(len, ours)) == max_cursors // 2
-    for text, places in zip(TEXTS, chosen, strict=True):
-        assert places == sorted(set(places))
-        assert all(place < len(text.output) for place in places)
+    halves = [is_fitted(cursor.text.prompt) for cursor in chosen]
+    assert halves == [True] * (max_cursors // 2) + [False] * (max_cursors // 2)
+    assert len(set(chosen)) == len(chosen)
+    assert all(cursor.index < len(cursor.text.output) for cursor in chosen)
     if max_cursors == 100:  # the draw has no pattern
-        assert {place for places in chosen for place in places} == set(range(8))
+        assert {cursor.index for cursor in chosen} == set(range(8))
 
 
 def test_the_measured_calibration_equals_a_slow_direct_computation(
@@ -174,7 +183,10 @@ def test_the_measured_calibration_equals_a_slow_direct_computation(
         decoded = reference.decode(model, item.prompt, checkpoint.special, max_tokens=MAX_TOKENS)
         text = Continuation(item.prompt, tuple(decoded.tokens))
         every = list(range(len(text.output)))
-        halves[is_fitted(item.prompt)].append(observe_one_by_one(model, checkpoint, text, every))
+        plain = observe_one_by_one(
+            model, text, every, checkpoint.metadata.mask_token_id, checkpoint.special
+        )
+        halves[is_fitted(item.prompt)].append(plain)
     fitting, checking = Observations.joined(halves[True]), Observations.joined(halves[False])
     seen: list[tuple[str, int, int]] = []
     measured = measure_calibration(
@@ -201,7 +213,7 @@ def test_the_measured_calibration_equals_a_slow_direct_computation(
         assert found is not None
         assert found.of(1.0) == 1.0
     assert ("decode", 12, 12, "1.00 tokens a pass") in seen
-    assert seen[-1] == ("calibrate", 12, 12)
+    assert seen[-1] == ("calibrate", measured.num_cursors, measured.num_cursors)
 
 
 def test_a_depth_that_no_output_reaches_keeps_temperature_one(model_dir: Path) -> None:
@@ -228,11 +240,3 @@ def test_a_calibration_can_be_left_out_and_new_metadata_drops_it(model_dir: Path
     assert checkpoint.calibration is not None
     assert read_checkpoint(model_dir, with_calibration=False).calibration is None
     assert checkpoint.with_metadata(checkpoint.metadata).calibration is None
-
-
-@pytest.mark.parametrize("reach", ["window", "chunk"])
-def test_texts_longer_than_a_layer_sees_are_refused(reach: str) -> None:
-    full = AttentionSpec(layer=0, heads=2, kv_heads=2, key_dim=8, value_dim=8)
-    collection.check_reach([full, replace(full, layer=1, **{reach: 12})], 12)
-    with pytest.raises(UserError, match=r"data: .* 13 tokens .* of at most 12 tokens"):
-        collection.check_reach([full, replace(full, layer=1, **{reach: 12})], 13)

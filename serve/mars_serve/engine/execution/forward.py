@@ -42,6 +42,9 @@ from mars_serve.engine.sampling.grammar_budget import GrammarBudget, StepGrammar
 from mars_serve.engine.sampling.sampler import choose_tokens
 from mars_serve.engine.scheduled_row import ScheduledRow
 
+OnLogits = Callable[[Tensor, Sequence[ScheduledRow]], None]
+"""Function called in each step with the raw logits [reads, vocabulary], valid during the call, and
+the rows that read them, in order; again if the step is repeated because it failed."""
 _TILE = 16
 """Rows of every matrix product in batch-invariant mode."""
 _NOTHING = Accepted([], [])
@@ -145,6 +148,7 @@ class ModelRunner:
         self._draw_accepted = draw_accepted
         self._temperatures = temperatures
         self._grammars = GrammarBudget()
+        self.on_logits: OnLogits | None = None
         tokens = probe.tokens[:max_length]
         probe.check("over pages", partial(self._prompt_logits, tokens, attention.page_size))
 
@@ -187,6 +191,8 @@ class ModelRunner:
             )
         if output.reads is None:
             return Launched(rows, None, None, Reports({}), scores, grammars)
+        if self.on_logits is not None:
+            self.on_logits(logits, reading)
         log_probs = reported(logits, reading)  # before `propose` overwrites the logits
         sampled = sampled_rows(reading, grammars)
         proposals = output.proposals

@@ -1,7 +1,7 @@
 """Measures how often a model's confidence is right, on held-out conversations, and fits it.
 
-Each conversation is decoded in mode ar through the engine. Ordinary forward passes then propose
-tokens along that output; see `observe`. The fit is `mars_platform.checkpoint.calibration`'s.
+Each conversation is decoded in mode ar, and tokens are then proposed along that output; see
+`observe`. The fit is `mars_platform.checkpoint.calibration`'s.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Protocol
 
 import torch
 
-from mars_platform.checkpoint.adapted import load_weights
 from mars_platform.checkpoint.calibration import (
     Bin,
     Calibration,
@@ -25,7 +24,6 @@ from mars_platform.checkpoint.translations import fit_translation
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Confidence
 from mars_platform.method.translation import Translation
-from mars_platform.mixing.specs import AttentionSpec
 from mars_serve.measure.calibration.observe import (
     OTHERS,
     Continuation,
@@ -83,7 +81,7 @@ def measure_calibration(
     """Decode the items, observe what masks propose along the outputs, fit and check.
 
     Args:
-        checkpoint: a MARS checkpoint; its weights are loaded twice, one time after the other.
+        checkpoint: a MARS checkpoint.
         items: at least two items with different prompts.
         max_tokens: limit of an item's output tokens; the context may leave fewer.
         max_cursors: most output indices to propose tokens at, over all items; at least 2.
@@ -93,8 +91,7 @@ def measure_calibration(
         on_progress: told of the progress of each phase.
 
     Raises:
-        UserError: the weights cannot be loaded, all items fall into one half, or a text is longer
-            than a layer sees.
+        UserError: the weights cannot be loaded, or all items fall into one half.
     """
     check_halves(items)
     engine = evaluation_engine(
@@ -115,32 +112,15 @@ def measure_calibration(
     texts = [
         Continuation(item.prompt, each.tokens) for item, each in zip(items, decoded, strict=True)
     ]
-    check_reach(engine.specs, max(len(text.prompt) + len(text.output) for text in texts))
-    del engine  # frees its model before the next one is loaded
     cursors = choose_cursors(texts, max_cursors)
-    # An ordinary forward pass needs another model: the engine changed the layers of its own.
-    model = load_weights(checkpoint, dtype=dtype).to(device)
+    observed = observe(
+        engine, cursors, lambda done: on_progress(_TITLE_OBSERVE, done, len(cursors))
+    )
     halves: dict[bool, list[Observations]] = {True: [], False: []}
-    for num_done, (text, chosen) in enumerate(zip(texts, cursors, strict=True), start=1):
-        halves[is_fitted(text.prompt)] += observe(model, checkpoint, text, chosen)
-        on_progress(_TITLE_OBSERVE, num_done, len(texts))
+    for cursor, each in zip(cursors, observed, strict=True):
+        halves[is_fitted(cursor.text.prompt)].append(each)
     fitting, checking = (Observations.joined(halves[half]) for half in (True, False))
     return fit(checkpoint, fitting, checking, len(items))
-
-
-def check_reach(specs: Iterable[AttentionSpec], longest: int) -> None:
-    """Refuse texts of up to ``longest`` tokens in which layers that share a mask would differ.
-
-    Raises:
-        UserError: a layer has a window or a chunk of fewer tokens.
-    """
-    reaches = [reach for spec in specs for reach in (spec.window, spec.chunk) if reach is not None]
-    if min(reaches, default=longest) < longest:
-        raise UserError(
-            f"data: a conversation has {longest} tokens with its answer, and layers of the model "
-            f"see {min(reaches)} at most, which is not taken into account here; give "
-            f"conversations of at most {min(reaches)} tokens, or lower --max-tokens"
-        )
 
 
 def check_halves(items: Iterable[EvalItem]) -> None:

@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from mars_platform.checkpoint.calibration import Observed, log_probability_curves
-from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.checkpoint.translations import ProposedRuns
 from mars_platform.method.mode import Confidence
-from mars_platform.method.rules import confidence, visibility
-from mars_platform.mixing.head import Head, decoder_of
+from mars_platform.method.rules import confidence
+from mars_serve.engine.decoding_options import DecodingOptions
+from mars_serve.engine.engine import Engine
+from mars_serve.engine.request import Request
+from mars_serve.engine.scheduled_row import ScheduledRow
+from mars_serve.measure.evaluation.decoding import steps_of
 
 OTHERS = (Confidence.MARGIN, Confidence.ENTROPY)
 """Measures of confidence other than probability."""
-_MAX_MASKS = 256  # of one pass, because attention grows with the square of the positions
 _MAX_LOGITS = 2**22  # computed at once, because every temperature takes a copy of them
 _SEED = 0  # for the choice of cursors
 
@@ -41,8 +43,21 @@ class Continuation:
 
 
 @dataclass(frozen=True)
+class Cursor:
+    """A place in an output at which tokens are proposed."""
+
+    text: Continuation
+    index: int
+    """Output tokens before it."""
+
+    def next(self, count: int) -> tuple[int, ...]:
+        """Return the output's next tokens, at most ``count``."""
+        return self.text.output[self.index : self.index + count]
+
+
+@dataclass(frozen=True)
 class Observations:
-    """The tokens proposed at several cursors."""
+    """The tokens proposed at one or several cursors."""
 
     depth: Tensor
     """int64 [tokens], depth of each token."""
@@ -82,112 +97,81 @@ def is_fitted(prompt: tuple[int, ...]) -> bool:
     return hashlib.sha256(repr(prompt).encode()).digest()[0] % 2 == 0
 
 
-def choose_cursors(texts: Sequence[Continuation], max_cursors: int) -> list[list[int]]:
-    """Choose the output indices to propose tokens at, at random but the same ones each time.
+def choose_cursors(texts: Sequence[Continuation], max_cursors: int) -> list[Cursor]:
+    """Choose where to propose tokens, at random but at the same places each time.
 
     Args:
         texts: continuations of both halves.
         max_cursors: most cursors over all texts, at least 2; each half gets at most half of them.
 
     Returns:
-        Output indices of each text, in rising order.
+        The cursors in the half to fit on, in order, then those in the half to check on.
     """
-    chosen: list[list[int]] = [[] for _ in texts]
+    chosen = []
     for half in (True, False):
         candidates = [
-            (number, cursor)
+            (number, index)
             for number, text in enumerate(texts)
-            for cursor in range(len(text.output))
             if is_fitted(text.prompt) is half
+            for index in range(len(text.output))
         ]
         drawn = random.Random(_SEED).sample(candidates, min(max_cursors // 2, len(candidates)))
-        for number, cursor in sorted(drawn):
-            chosen[number].append(cursor)
+        chosen += [Cursor(texts[number], index) for number, index in sorted(drawn)]
     return chosen
 
 
-@torch.inference_mode()
 def observe(
-    model: PreTrainedModel, checkpoint: Checkpoint, text: Continuation, cursors: Sequence[int]
+    engine: Engine, cursors: Sequence[Cursor], on_progress: Callable[[int], None]
 ) -> list[Observations]:
-    """Propose tokens at the cursors of one text.
+    """Propose tokens at cursors, in a step of mode threshold behind the text before each.
 
-    A pass feeds the text once, and a group of masks for each cursor. A group sees the tokens before
-    its cursor and itself, causally, which is what a pass over those tokens with the masks appended
-    computes. Masks that would propose a token past the end of the output are left out.
+    Masks that would propose a token past the end of the output are left out.
 
     Args:
-        model: the model, with an attention that takes dense masks.
-        checkpoint: the model's checkpoint, a MARS one.
-        text: prompt and output.
-        cursors: output indices in rising order; may be empty.
+        engine: an engine without requests, whose context fits each text.
+        cursors: where to propose tokens; may be empty.
+        on_progress: called with the number of observed cursors whenever it has grown.
 
     Returns:
-        The observations of each forward pass, on the CPU.
+        The observations at each cursor, on the CPU.
     """
-    assert checkpoint.metadata is not None
-    step = max(_MAX_MASKS // checkpoint.metadata.block_size, 1)
-    return [
-        _observe_together(model, checkpoint, text, cursors[start : start + step])
-        for start in range(0, len(cursors), step)
-    ]
+    banned = torch.tensor(sorted(engine.checkpoint.special.never_emitted), device=engine.device)
+    found: dict[int, Observations] = {}
+
+    def take(logits: Tensor, rows: Sequence[ScheduledRow]) -> None:
+        names, counts = [int(row.request.id) for row in rows], [row.num_reads for row in rows]
+        curves, others, proposed = _propose(logits, banned)
+        right = [cursors[name].next(count) for name, count in zip(names, counts, strict=True)]
+        correct = proposed == torch.tensor(list(chain.from_iterable(right)))
+        depth = torch.cat(list(map(torch.arange, counts)))
+        columns = (torch.split(each, counts) for each in (depth, curves, correct, others))
+        found.update(zip(names, map(Observations, *columns), strict=True))
+
+    def requests() -> Iterator[Request]:
+        for name, cursor in enumerate(cursors):
+            text, options = cursor.text, DecodingOptions(len(cursor.next(engine.window + 1)))
+            yield Request(str(name), [*text.prompt, *text.output[: cursor.index]], options)
+
+    engine.watch(take)
+    for outputs in steps_of(engine, requests()):
+        for output in outputs:
+            engine.cancel(output.request_id)  # unless all that it may propose was accepted
+        if outputs:
+            on_progress(len(found))
+    engine.watch(None)
+    return [found[name] for name in range(len(cursors))]
 
 
-def _observe_together(
-    model: PreTrainedModel, checkpoint: Checkpoint, text: Continuation, cursors: Sequence[int]
-) -> Observations:
-    """Observe the cursors in one forward pass; see `observe`."""
-    assert checkpoint.metadata is not None
-    start = len(text.prompt)
-    tokens = [*text.prompt, *text.output[: cursors[-1]]]
-    # The columns are position id, block and noisiness. A token's block is its own position id, and
-    # a mask's is its cursor: a mask then sees its group and the tokens strictly before the cursor.
-    positions = [(index, index, 0) for index in range(len(tokens))]
-    reads = []  # (position, depth, output index)
-    for cursor in cursors:
-        reads.append((start + cursor - 1, 0, cursor))
-        num_masks = min(checkpoint.metadata.block_size, len(text.output) - 1 - cursor)
-        for depth in range(1, num_masks + 1):
-            reads.append((len(positions), depth, cursor + depth))
-            positions.append((start + cursor + depth - 1, start + cursor, 1))
-    tokens += [checkpoint.metadata.mask_token_id] * (len(positions) - len(tokens))
-    columns = torch.tensor(positions, device=model.device).T.unsqueeze(1)
-    position_ids, blocks, noisy = columns  # [1, positions] each
-    visible = visibility(torch.zeros_like(position_ids), position_ids, blocks, noisy.bool())
-    hidden_states = decoder_of(model)(
-        input_ids=torch.tensor([tokens], device=model.device),
-        position_ids=position_ids,
-        attention_mask=visible.unsqueeze(1),  # [1, 1, positions, positions]
-        use_cache=False,
-    ).last_hidden_state[0]  # [positions, width]
-    read_positions, depth, index = torch.tensor(reads).T  # [reads] each
-    states = hidden_states[read_positions.to(model.device)]
-    curves, others, proposed = _propose(model, checkpoint, states)
-    return Observations(
-        depth=depth,
-        curves=curves,
-        correct=proposed == torch.tensor(text.output)[index],
-        others=others,
-    )
-
-
-def _propose(
-    model: PreTrainedModel, checkpoint: Checkpoint, hidden_states: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _propose(logits: Tensor, banned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return curves [reads, temperatures], other confidences [reads, `OTHERS`] and tokens [reads].
 
-    ``hidden_states`` are [reads, width].
+    ``logits`` are [reads, vocabulary]; ``banned``, int64 [banned], are never proposed.
     """
-    head = Head(model)
-    banned = torch.tensor(sorted(checkpoint.special.never_emitted), device=model.device)
     curves, others, proposed = [], [], []
-    size = max(_MAX_LOGITS // checkpoint.vocabulary_size, 1)
-    for part in torch.split(hidden_states, size):
-        logits = head(part)  # [part, vocabulary]
-        tokens = logits.index_fill(-1, banned, -torch.inf).argmax(-1)
-        curves.append(log_probability_curves(logits, tokens).cpu())
-        others.append(
-            torch.stack([confidence(logits, tokens, measure) for measure in OTHERS], -1).cpu()
-        )
+    for part in torch.split(logits, max(_MAX_LOGITS // logits.shape[1], 1)):
+        tokens = part.index_fill(-1, banned, -torch.inf).argmax(-1)
+        curves.append(log_probability_curves(part, tokens).cpu())
+        measured = [confidence(part, tokens, measure) for measure in OTHERS]
+        others.append(torch.stack(measured, -1).cpu())
         proposed.append(tokens.cpu())
     return torch.cat(curves), torch.cat(others), torch.cat(proposed)

@@ -6,7 +6,7 @@ together in any order. Imports no Ray or HTTP library.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import nlargest
 from itertools import islice
@@ -194,6 +194,23 @@ def widest_row(window: int, *, exact: bool) -> int:
     return (window + 1) ** 2 if exact else 2 * window + 1
 
 
+def steps_of(engine: Engine, requests: Iterable[Request]) -> Iterator[list[StepOutput]]:
+    """Run requests in an engine without others, and yield the outputs of each step.
+
+    Between two steps any of the requests may be cancelled.
+    """
+    assert not engine.has_work, "a measurement has its engine to itself"
+    waiting = iter(requests)
+    while True:
+        # Twice the batch keeps the batch full, and memory does not grow with the number of items.
+        room = 2 * engine.settings.max_num_seqs - engine.status().num_requests
+        for request in islice(waiting, room):
+            engine.add(request)
+        if not engine.has_work:
+            return
+        yield engine.step()
+
+
 def run_setting(
     engine: Engine,
     items: Sequence[EvalItem],
@@ -218,19 +235,19 @@ def run_setting(
     Raises:
         UserError: the model cannot decode in this setting.
     """
-    assert not engine.has_work, "an evaluation has its engine to itself"
-    waiting = iter(enumerate(items))
     running: dict[str, Request] = {}
     passes: list[list[StepOutput]] = [[] for _ in items]
     decoded: dict[int, DecodedItem] = {}
-    while len(decoded) < len(items):
-        # Twice the batch keeps the batch full, and memory does not grow with the number of items.
-        for index, item in islice(waiting, 2 * engine.settings.max_num_seqs - len(running)):
+
+    def requests() -> Iterator[Request]:
+        for index, item in enumerate(items):
             options = _options(item, setting, min(max_tokens, engine.max_length - len(item.prompt)))
             running[str(index)] = Request(str(index), list(item.prompt), options)
-            engine.add(running[str(index)])
+            yield running[str(index)]
+
+    for outputs in steps_of(engine, requests()):
         num_before = len(decoded)
-        for output in engine.step():
+        for output in outputs:
             index = int(output.request_id)
             passes[index].append(output)
             if output.finish_reason is not None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import islice
 
 from mars_platform.method.mode import Mode
 from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import Request
+from mars_serve.measure.evaluation.decoding import steps_of
 
 PromptAndOutput = tuple[tuple[int, ...], tuple[int, ...]]
 """Token ids of a prompt and of its output, at least one each."""
@@ -27,17 +27,15 @@ def log_likelihoods(
         texts: prompts with their outputs; may be empty.
         on_progress: called with the number of finished texts whenever it has grown.
     """
-    assert not engine.has_work, "scoring has its engine to itself"
-    waiting = iter(enumerate(texts))
+    requests = (
+        Request(str(index), [*prompt, *output], _SCORE_ONLY)
+        for index, (prompt, output) in enumerate(texts)
+    )
     found: list[list[float]] = [[] for _ in texts]
-    num_added = num_done = 0
-    while num_done < len(texts):
-        room = 2 * engine.settings.max_num_seqs - (num_added - num_done)
-        for index, (prompt, output) in islice(waiting, room):
-            engine.add(Request(str(index), [*prompt, *output], _SCORE_ONLY))
-            num_added += 1
+    num_done = 0
+    for outputs in steps_of(engine, requests):
         num_before = num_done
-        for step in engine.step():
+        for step in outputs:
             found[int(step.request_id)] += [entry.logprob for entry in step.prompt_logprobs]
             num_done += step.finish_reason is not None
         if num_done > num_before:
