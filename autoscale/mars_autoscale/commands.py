@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mars_autoscale.traces.files import TraceFormat, TraceRequest, read_trace
+from mars_platform.cli.options import Overrides, Page
+
 if TYPE_CHECKING:
     from mars_autoscale.simulation.config import SimulationConfig
-    from mars_autoscale.traces.files import TraceRequest
 
 _FILE_WIDTH = 140
 """Columns of a table that is written to a file or pipe, for which rich assumes 80."""
@@ -24,11 +26,10 @@ def simulate(
         typer.Option(help="Trace to replay, may end in .gz; default: the config's synthetic one."),
     ] = None,
     trace_format: Annotated[
-        str | None, typer.Option(help="azure, mooncake or csv; default: guessed from the file.")
+        TraceFormat | None,
+        typer.Option(help="Its layout; default: guessed from the file."),
     ] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Set a key=value of the config; repeatable.")
-    ] = None,
+    set_: Overrides = None,
     json_file: Annotated[
         Path | None,
         typer.Option("--json", help="File to write the figures to; - prints them instead."),
@@ -36,9 +37,7 @@ def simulate(
     plot: Annotated[
         Path | None, typer.Option(help="Picture to draw; its suffix says the format.")
     ] = None,
-    page: Annotated[
-        Path | None, typer.Option("--html", help="HTML page to write, with figure and tables.")
-    ] = None,
+    page: Page = None,
 ) -> None:
     """Replay a request trace against autoscaling policies."""
     from functools import partial
@@ -76,18 +75,14 @@ def simulate(
 
 
 def _requests(
-    settings: SimulationConfig, trace: Path | None, trace_format: str | None
+    settings: SimulationConfig, trace: Path | None, trace_format: TraceFormat | None
 ) -> list[TraceRequest]:
     """Read the trace file, or generate the config's synthetic trace."""
-    from mars_autoscale.traces.files import TraceFormat, read_trace
     from mars_autoscale.traces.synthetic import generate
     from mars_platform.errors import UserError
 
-    if trace_format is not None and trace_format not in list(TraceFormat):
-        known = ", ".join(TraceFormat)
-        raise UserError(f"--trace-format: {trace_format} is not one of {known}")
     if trace is not None:
-        return read_trace(trace, TraceFormat(trace_format) if trace_format else None)
+        return read_trace(trace, trace_format)
     if settings.synthetic is None:
         raise UserError("--trace: give a file, or make a trace by the config's synthetic")
     return generate(settings.synthetic, settings.seeds[0])

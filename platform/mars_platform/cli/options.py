@@ -1,4 +1,4 @@
-"""Makes the options of a command from a settings model, which then declares them once."""
+"""Options that many commands have, and those of one command made from a settings model."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from copy import copy
 from glob import escape as glob_escaped
 from glob import glob
 from inspect import Parameter, Signature, signature
+from pathlib import Path
 from types import GenericAlias
 from typing import Annotated, Any, get_args, get_origin
 
@@ -16,6 +17,18 @@ from pydantic.fields import FieldInfo
 from typer.models import ArgumentInfo, OptionInfo
 
 from mars_platform.config import Settings, build_settings
+
+AsJson = Annotated[
+    bool,
+    typer.Option("--json", help="Print the result as JSON; other messages go to standard error."),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Override a setting: key.sub=value. May be repeated."),
+]
+Page = Annotated[
+    Path | None, typer.Option("--html", help="HTML page to write, with figures and tables.")
+]
 
 
 def with_options(run: Callable[..., None]) -> Callable[..., None]:

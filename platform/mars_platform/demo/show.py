@@ -24,6 +24,7 @@ from mars_platform.cli.report import check_output_files, say, write_json, writin
 from mars_platform.cli.shading import print_shaded
 from mars_platform.cluster.processes import free_port
 from mars_platform.cluster.ray_private import worker_start_variables
+from mars_platform.demo.command import DemoOptions
 from mars_platform.demo.measure import DemoResult, Item, measure, read_items, stream_passes
 from mars_platform.demo.server import DemoServer, run_command, running_server
 from mars_platform.demo.table import (
@@ -42,22 +43,6 @@ _LONGEST_TEMPORARY = 25
 """Longest path under which Ray's Unix sockets keep to the 107 bytes that their paths may have."""
 _SVG_WIDTH = 80
 """Characters in a line of the picture."""
-
-
-@dataclass(frozen=True)
-class DemoOptions:
-    """Options of ``marsray demo``."""
-
-    keep: Path | None
-    """New directory that keeps the data and the checkpoint; None keeps nothing."""
-    json_file: Path | None
-    """File that the results are also written to."""
-    svg: Path | None
-    """Picture of the results."""
-    num_items: int
-    """Number of held-out questions."""
-    serve: bool
-    """Whether the server stays up afterwards, until an interrupt."""
 
 
 @dataclass
@@ -109,7 +94,7 @@ def _make_model(demo: _Demo) -> None:
     demo.console.rule("1 of 4  data")
     with demo.timed("data"):
         counts = ["--examples", str(_NUM_EXAMPLES)]
-        counts += ["--eval-examples", str(demo.options.num_items)]
+        counts += ["--eval-examples", str(demo.options.items)]
         run_command(["data", "demo", "--out", str(work / "data"), *counts], demo.environment)
     demo.console.rule("2 of 4  training on Ray Train: AR model, its answers, masks")
     with (
@@ -127,7 +112,7 @@ def _serve(demo: _Demo) -> None:
     demo.console.rule("3 of 4  serving on Ray Serve, asked over REST with the openai client")
     # the pages show the first one first
     models = {MARS_MODEL: demo.work / "model", AR_MODEL: demo.work / "train" / "stages" / "ar"}
-    items = read_items(demo.work / "data" / "eval.jsonl", demo.options.num_items)
+    items = read_items(demo.work / "data" / "eval.jsonl", demo.options.items)
     for path in models.values():  # for the playground
         write_examples(path, ([{"role": "user", "content": item.question}] for item in items))
     if demo.options.serve:

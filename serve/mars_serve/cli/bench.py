@@ -5,9 +5,8 @@ from __future__ import annotations
 import typer
 
 from mars_platform.cli.main import show_help_without_command
-from mars_platform.cli.options import with_options
+from mars_platform.cli.options import AsJson, with_options
 from mars_serve.bench.options import DecodeOptions, LoadOptions
-from mars_serve.cli.options import AsJson
 
 _FILE_WIDTH = 120  # columns of a table in a file or pipe
 _LOAD_WIDTH = 160

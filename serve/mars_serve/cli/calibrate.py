@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from mars_platform.cli.options import with_options
-from mars_serve.cli.options import AsJson, Page, let_idle_threads_sleep
+from mars_platform.cli.options import AsJson, Page, with_options
+from mars_serve.cli.options import let_idle_threads_sleep
 from mars_serve.measure.options import CalibrateOptions
 
 _FILE_WIDTH = 120  # columns of a table in a file or pipe

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,7 +14,9 @@ from mars_platform.cli.shading import print_shaded
 from mars_platform.data.prompt_encoding import PromptEncoder
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode, check_threshold, default_mode
+from mars_serve.api.incoming.options import draw_seed
 from mars_serve.api.text import OutputText, StopRules, encode
+from mars_serve.cli.options import GenerateOptions
 from mars_serve.engine.decoding_options import (
     DecodingOptions,
     FinishReason,
@@ -29,7 +30,6 @@ from mars_serve.engine.settings import EngineSettings
 from mars_serve.measure.options import check_sampling
 
 _DEFAULT_TOKENS = 256
-_GREEDY = Sampling()
 _THRESHOLD = 0.95
 
 
@@ -53,51 +53,49 @@ class LocalCompletion:
         return self.num_tokens / len(self.passes)
 
 
-def generate_once(
-    model: str,
-    prompt: str,
-    *,
-    adapter: Path | None = None,
-    mode: Mode | None = None,
-    threshold: float | None = None,
-    max_tokens: int | None,
-    chat: bool,
-    sampling: Sampling = _GREEDY,
-    stop: Sequence[str] = (),
-    grammar: GrammarSpec | None = None,
-) -> LocalCompletion:
+def generate_once(options: GenerateOptions) -> LocalCompletion:
     """Load a model and complete one prompt; the output ends before the first stop string.
 
     Raises:
         UserError: the model or an option is unusable.
     """
-    if threshold is not None:
-        check_threshold("--threshold", threshold)
-    check_sampling(sampling)
-    if "" in stop:
+    if options.threshold is not None:
+        check_threshold("--threshold", options.threshold)
+    sampling = _sampling(options)
+    if "" in options.stop:
         raise UserError("--stop: an empty string is everywhere; leave it out")
-    checkpoint = read_model(model, adapter)
+    grammar = read_json_schema(options.json_schema) if options.json_schema else None
+    checkpoint = read_model(options.model, options.adapter)
     tokenizer = checkpoint.tokenizer
-    if chat:
-        ids = PromptEncoder(tokenizer).chat([{"role": "user", "content": prompt}])
+    if options.raw:
+        ids = encode(tokenizer, options.prompt, add_special_tokens=True)
     else:
-        ids = encode(tokenizer, prompt, add_special_tokens=True)
-    if max_tokens is None:
-        max_tokens = max(min(_DEFAULT_TOKENS, checkpoint.max_length - len(ids)), 1)
+        ids = PromptEncoder(tokenizer).chat([{"role": "user", "content": options.prompt}])
+    room = max(min(_DEFAULT_TOKENS, checkpoint.max_length - len(ids)), 1)
+    max_tokens = options.max_tokens or room
     settings = EngineSettings(max_num_seqs=1)
     settings = settings.model_copy(
         update={"num_pages": -(-(len(ids) + max_tokens) // settings.page_size_on("cpu"))}
     )
-    usual = default_mode(
-        has_masks=checkpoint.metadata is not None, has_threshold=threshold is not None
+    mode = options.mode or default_mode(
+        has_masks=checkpoint.metadata is not None, has_threshold=options.threshold is not None
     )
-    options = DecodingOptions(
-        max_tokens, mode or usual, threshold or _THRESHOLD, sampling=sampling, grammar=grammar
-    )
+    threshold = options.threshold or _THRESHOLD
+    decoding = DecodingOptions(max_tokens, mode, threshold, sampling=sampling, grammar=grammar)
     engine = Engine(checkpoint, settings)
-    request = Request("generate", ids, options)
+    request = Request("generate", ids, decoding)
     engine.add(request)
-    return _run(engine, request, OutputText(tokenizer, StopRules(tuple(stop)), prompt=ids))
+    return _run(engine, request, OutputText(tokenizer, StopRules(options.stop), prompt=ids))
+
+
+def _sampling(options: GenerateOptions) -> Sampling:
+    """Return the parameters of sampling, with a random seed if none is given and one is needed."""
+    seed = options.seed
+    if seed is None:
+        seed = draw_seed() if options.temperature else 0
+    sampling = Sampling(temperature=options.temperature, top_p=options.top_p, seed=seed)
+    check_sampling(sampling)
+    return sampling
 
 
 def read_json_schema(file: Path) -> GrammarSpec:

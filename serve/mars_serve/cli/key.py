@@ -9,10 +9,9 @@ import typer
 import yaml
 from pydantic import Field
 
-from mars_platform.cli.options import with_options
+from mars_platform.cli.options import AsJson, with_options
 from mars_platform.config import build_settings
 from mars_platform.tier import Tier
-from mars_serve.cli.options import AsJson
 from mars_serve.config.key_file import KeyEntry, KeyRights, hash_key, new_key
 
 

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mars_platform.cli.options import with_options
-from mars_serve.cli.options import AsJson
+from mars_platform.cli.options import AsJson, with_options
 from mars_serve.measure.options import Gate
 
 

@@ -2,47 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from mars_platform.config import apply_overrides, build_settings, read_yaml
 from mars_platform.errors import UserError
+from mars_serve.cli.options import ServeOptions
 from mars_serve.config.settings import ServeSettings
 
 
-def serve_settings(
-    config: Path | None,
-    models: list[str],
-    *,
-    adapters: Sequence[str] = (),
-    host: str | None,
-    port: int | None,
-    replicas: int | None,
-    insecure: bool,
-    overrides: list[str],
-) -> ServeSettings:
+def serve_settings(options: ServeOptions) -> ServeSettings:
     """Merge the sources: options override the file, ``--set`` overrides both.
 
     Raises:
         UserError: neither a file nor a model is given, an adapter names none of the models, a model
             gets several, or a value is invalid.
     """
-    if config is None and not models:
+    config = options.config
+    if config is None and not options.models:
         raise UserError("give a config file, or a model with --model DIR")
     content: dict[str, Any] = read_yaml(config) if config else {}
-    if models:
-        content["models"] = [_model_entry(model) for model in models]
-    named = [_add_adapter(content.get("models"), adapter) for adapter in adapters]
+    if options.models:
+        content["models"] = [_model_entry(model) for model in options.models]
+    named = [_add_adapter(content.get("models"), adapter) for adapter in options.adapters]
     if twice := [name for name in named if named.count(name) > 1]:
         raise UserError(f"--adapter: model {twice[0]!r} gets several; a model has one adapter")
-    if replicas is not None and isinstance(content.get("models"), list):
+    if options.replicas is not None and isinstance(content.get("models"), list):
         entries = [entry for entry in content["models"] if isinstance(entry, dict)]
         for entry in entries:
-            entry["num_replicas"] = replicas
-    options = {"host": host, "port": port, "insecure": insecure or None}
-    content |= {key: value for key, value in options.items() if value is not None}
-    apply_overrides(content, overrides)
+            entry["num_replicas"] = options.replicas
+    content |= options.model_dump(include={"host", "port", "insecure"}, exclude_defaults=True)
+    apply_overrides(content, options.overrides)
     return build_settings(content, ServeSettings, source=str(config or "options"))
 
 

@@ -13,6 +13,7 @@ from mars_platform.config import load_settings
 from mars_platform.data.rendering import render_prompt
 from mars_platform.method.mode import Mode
 from mars_serve.cli.completion import generate_once
+from mars_serve.cli.options import GenerateOptions
 from mars_train.data.token_store import TokenStore
 from mars_train.method.layout import collate, lay_out, pack
 from mars_train.method.objective import Objective
@@ -118,6 +119,6 @@ def test_plain_transformers_generates_the_text_of_ar_mode(trained):
         output = model.generate(**inputs, max_new_tokens=40, do_sample=False)
         theirs = tokenizer.decode(output[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
         ours = generate_once(
-            str(trained.model), question, mode=Mode.AR, threshold=1.0, max_tokens=40, chat=True
+            GenerateOptions(model=str(trained.model), prompt=question, mode=Mode.AR, max_tokens=40)
         )
         assert "".join(ours.passes) == theirs

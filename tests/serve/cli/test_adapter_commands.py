@@ -27,6 +27,7 @@ from mars_platform.cli.main import run
 from mars_platform.method import reference
 from mars_serve.api.text import decode, encode
 from mars_serve.cli.doctor.libraries import torch_findings
+from mars_serve.cli.options import ServeOptions
 from mars_serve.cli.serve_settings import serve_settings
 from mars_serve.config.settings import ServeSettings
 from rest.rest_requests import PROMPT
@@ -81,8 +82,7 @@ def refused(capsys: Capture, *arguments: Any) -> str:
 
 
 def settings_of(*, models: list[str], adapters: list[str]) -> ServeSettings:
-    absent: dict[str, Any] = {"host": None, "port": None, "replicas": None}
-    return serve_settings(None, models, adapters=adapters, **absent, insecure=False, overrides=[])
+    return serve_settings(ServeOptions(models=tuple(models), adapters=tuple(adapters)))
 
 
 def test_an_adapter_goes_to_the_only_model_or_to_the_one_that_it_names() -> None:

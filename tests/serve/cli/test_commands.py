@@ -16,9 +16,9 @@ from mars_platform.method import reference
 from mars_platform.method.mode import Mode
 from mars_serve.api.text import decode, encode
 from mars_serve.cli.completion import LocalCompletion, generate_once, print_completion
+from mars_serve.cli.options import GenerateOptions, ServeOptions
 from mars_serve.cli.serve_settings import serve_settings
 from mars_serve.config.settings import ServeSettings
-from mars_serve.engine.decoding_options import Sampling
 from rest.rest_requests import PROMPT
 
 # Help
@@ -37,10 +37,7 @@ def test_no_line_of_the_help_is_cut_off(group, monkeypatch, capsys):
 
 
 def settings_of(config: Path | None = None, *models: str, **options: Any) -> ServeSettings:
-    absent: dict[str, Any] = {"host": None, "port": None, "replicas": None}
-    return serve_settings(
-        config, list(models), **{**absent, "insecure": False, "overrides": [], **options}
-    )
+    return serve_settings(ServeOptions(config=config, models=models, **options))
 
 
 def write_config(tmp_path: Path, content: Any) -> Path:
@@ -194,8 +191,10 @@ def test_the_names_of_models_must_differ():
 def complete(
     model: Path, mode: Mode | None, threshold: float | None, **options: Any
 ) -> LocalCompletion:
-    fields: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 20, "chat": False, **options}
-    return generate_once(str(model), mode=mode, threshold=threshold, **fields)
+    fields: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 20, "raw": True, **options}
+    return generate_once(
+        GenerateOptions(model=str(model), mode=mode, threshold=threshold, **fields)
+    )
 
 
 def expected_passes(path: Path, threshold: float, *, max_tokens: int) -> list[list[int]]:
@@ -237,7 +236,7 @@ def test_without_a_mode_nothing_is_lost_unless_a_threshold_is_given(mars_dir, pl
 
 
 def test_a_prompt_is_rendered_with_the_chat_template(mars_dir):
-    chat = complete(mars_dir, Mode.AR, 1.0, chat=True)
+    chat = complete(mars_dir, Mode.AR, 1.0, raw=False)
     rendered = f"<|im_start|>user\n{PROMPT}<|im_end|>\n<|im_start|>assistant\n"
     raw = complete(mars_dir, Mode.AR, 1.0, prompt=rendered)
     assert chat.passes == raw.passes
@@ -250,10 +249,10 @@ def test_a_prompt_is_rendered_with_the_chat_template(mars_dir):
         ({"threshold": 0.0}, r"^--threshold: .* is not in \(0, 1\]"),
         ({"threshold": 1.01}, r"^--threshold: .* is not in \(0, 1\]"),
         ({"threshold": float("nan")}, r"^--threshold: .* is not in \(0, 1\]"),
-        ({"sampling": Sampling(temperature=2.5)}, r"^--temperature: 2.5 is not in \[0, 2\]"),
-        ({"sampling": Sampling(temperature=float("nan"))}, "^--temperature: nan"),
-        ({"sampling": Sampling(top_p=0.0)}, r"^--top-p: 0.0 is not in \(0, 1\]"),
-        ({"stop": ["a", ""]}, "^--stop: an empty string"),
+        ({"temperature": 2.5}, r"^--temperature: 2.5 is not in \[0, 2\]"),
+        ({"temperature": float("nan")}, "^--temperature: nan"),
+        ({"top_p": 0.0}, r"^--top-p: 0.0 is not in \(0, 1\]"),
+        ({"stop": ("a", "")}, "^--stop: an empty string"),
     ],
 )
 def test_options_out_of_range_are_refused(mars_dir, fields, message):
@@ -266,7 +265,7 @@ def test_the_output_ends_before_a_stop_string(mars_dir, threshold):
     whole = complete(mars_dir, Mode.THRESHOLD, threshold)
     text = "".join(whole.passes)
     stop = text[4:6]
-    cut = complete(mars_dir, Mode.THRESHOLD, threshold, stop=["not there", stop])
+    cut = complete(mars_dir, Mode.THRESHOLD, threshold, stop=("not there", stop))
     assert "".join(cut.passes) == text[: text.index(stop)]
     assert cut.finish_reason == "stop"
     assert cut.num_tokens < whole.num_tokens
@@ -325,12 +324,12 @@ def test_an_unusable_json_schema_is_refused(mars_dir, tmp_path, capsys, content,
 @pytest.mark.parametrize(
     ("sampling", "expected"),
     [
-        (Sampling(), "20 tokens in 20 forward passes (1.00 a pass), mode ar, threshold 1, "),
-        (Sampling(temperature=1.0, seed=3), "mode ar, threshold 1, seed 3, "),
+        ({}, "20 tokens in 20 forward passes (1.00 a pass), mode ar, threshold 1, "),
+        ({"temperature": 1.0, "seed": 3}, "mode ar, threshold 1, seed 3, "),
     ],
 )
 def test_the_shaded_output_ends_with_its_figures(mars_dir, sampling, expected):
-    result, file = complete(mars_dir, Mode.AR, 1.0, sampling=sampling), io.StringIO()
+    result, file = complete(mars_dir, Mode.AR, 1.0, **sampling), io.StringIO()
     print_completion(result, Console(file=file, width=200), as_json=False)
     assert expected in file.getvalue()
 

@@ -19,6 +19,7 @@ import httpx
 
 from mars_platform.method.mode import Mode
 from mars_serve.cli.completion import generate_once
+from mars_serve.cli.options import GenerateOptions
 from rest.rest_requests import CHAT, text_of
 
 NUM_CLIENTS = 8
@@ -49,15 +50,14 @@ class Ask:
 
     def of(self, model: Path) -> str:
         """Return the answer of a model that runs nothing else."""
-        made = generate_once(
-            str(model),
-            self.prompt,
+        options = GenerateOptions(
+            model=str(model),
+            prompt=self.prompt,
             mode=Mode.AR,
-            threshold=1.0,
             max_tokens=self.num_tokens,
-            chat=self.path == CHAT,
+            raw=self.path != CHAT,
         )
-        return "".join(made.passes)
+        return "".join(generate_once(options).passes)
 
 
 @dataclass(frozen=True)

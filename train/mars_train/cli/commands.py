@@ -12,15 +12,8 @@ import typer
 from rich.console import Console
 
 from mars_platform.cli.main import show_help_without_command
+from mars_platform.cli.options import AsJson, Overrides, Page
 from mars_platform.errors import UserError
-
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", help="Override a setting: key.sub=value.")
-]
-
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print the result as JSON; other messages go to stderr.")
-]
 
 _DIFFICULTY = 2
 """Totals in each sentence of a ledger by default."""
@@ -102,9 +95,7 @@ def data_demo(
 def train(
     config: Annotated[Path, typer.Argument(help="Recipe, a YAML file.")],
     set_: Overrides = None,
-    page: Annotated[
-        Path | None, typer.Option("--html", help="HTML page to write, with losses and scores.")
-    ] = None,
+    page: Page = None,
     as_json: AsJson = False,
 ) -> None:
     """Run the stages of a training recipe on Ray Train.

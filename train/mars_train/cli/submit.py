@@ -17,8 +17,8 @@ import typer
 
 from mars_platform import __version__
 from mars_platform.checkpoint.manifest import refuse_links_out
+from mars_platform.cli.options import AsJson, Overrides
 from mars_platform.errors import UserError, one_line
-from mars_train.cli.commands import AsJson, Overrides
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient

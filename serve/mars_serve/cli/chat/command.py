@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mars_platform.cli.options import complete_directories
+from mars_platform.cli.options import AsJson, complete_directories
 from mars_platform.method.mode import Mode, check_threshold
-from mars_serve.cli.options import AsJson
 from mars_serve.measure.options import Adapter
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mars_platform.cli.options import AsJson
 from mars_platform.errors import UserError
 from mars_serve.cli.doctor.finding import Finding, guarded
-from mars_serve.cli.options import AsJson
 from mars_serve.measure.options import Adapter
 
 if TYPE_CHECKING:

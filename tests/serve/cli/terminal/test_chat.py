@@ -28,6 +28,7 @@ from mars_serve.cli.chat.conversation import ChatConversation
 from mars_serve.cli.chat.local import LocalModel
 from mars_serve.cli.chat.remote import RemoteModel, server_url
 from mars_serve.cli.completion import generate_once
+from mars_serve.cli.options import GenerateOptions
 
 SHORT = DecodingChoice(mode="ar", max_tokens=12)
 
@@ -47,7 +48,7 @@ def talk(model: ChatModel, *lines: str, **options: Any) -> tuple[str, ChatConver
 def test_an_answer_is_that_of_generate(local: LocalModel, mars_dir: Path) -> None:
     question = "What is 3 plus 4?"
     once = generate_once(
-        str(mars_dir), question, mode=Mode.AR, threshold=1.0, max_tokens=12, chat=True
+        GenerateOptions(model=str(mars_dir), prompt=question, mode=Mode.AR, max_tokens=12)
     )
     _, conversation = talk(local, question)
     assert conversation.messages == [
