@@ -55,11 +55,6 @@ class LengthCounts:
     """Requests that had output and whose last token is in the span."""
 
     @property
-    def num_ended(self) -> float:
-        """Requests that had output and have ended."""
-        return sum(self.ended)
-
-    @property
     def is_valid(self) -> bool:
         """Whether every number is finite and not negative."""
         spans = (self.tokens, self.passed, self.ended, (self.num_begun, self.limits))

@@ -278,11 +278,6 @@ class FairQueue(Generic[ItemT]):
         """Return how many requests of a tier wait."""
         return self._tiers[tier].num
 
-    @property
-    def num_keys(self) -> int:
-        """Number of pairs of key and tier that are remembered."""
-        return sum(len(shares.flows) for shares in self._tiers.values())
-
     def add(
         self,
         item: ItemT,

@@ -45,8 +45,8 @@ _DEPTH_OF[list(_OPENING)] = 1
 _DEPTH_OF[list(_CLOSING)] = -1
 _COUNTS = np.zeros(256, np.uint8)
 _COUNTS[list(_OPENING + _SEPARATORS)] = 1
-_STEP = 2**17
-"""Bytes that are measured at once."""
+STEP = 2**17
+"""Bytes of a body that are looked at at once, since other threads wait meanwhile."""
 _QUOTE = ord('"')
 
 
@@ -78,7 +78,7 @@ def json_size_of(text: bytes, max_values: int | None = None) -> JsonSize:
     """
     found, level, in_string, start = JsonSize(), 0, False, 0
     while start < len(text) and (max_values is None or found.num_values <= max_values):
-        end = start + _STEP
+        end = start + STEP
         piece = text[start:end]
         num_backslashes = len(piece) - len(piece.rstrip(b"\\"))
         end += num_backslashes % 2  # an escape sequence must not be cut in two

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -16,8 +15,6 @@ from mars_serve.config.served import read_served
 from mars_serve.config.settings import ModelSettings
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.ipc.auditor import Check
-
-_log = logging.getLogger(__name__)
 
 
 def load_engine(settings: ModelSettings) -> Engine:

@@ -39,7 +39,7 @@ def test_the_size_of_json_is_exact_however_it_is_divided(value, step, is_escaped
         level += (code in b"[{") - (code in b"]}")
         depth = max(depth, level)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bounds, "_STEP", step)
+        patch.setattr(bounds, "STEP", step)
         found = json_size_of(text)
     assert found.depth == depth <= most_depth(text)
     assert found.num_values == sum(outside.count(code) for code in b",:[{")

@@ -483,7 +483,7 @@ async def test_reports_of_replicas_count_what_waits_before_them_once(start, ingr
         return (
             sum(each.lengths.num_begun for each in found),
             sum(each.prompt_tokens for each in found),
-            sum(each.lengths.num_ended for each in found),
+            sum(sum(each.lengths.ended) for each in found),
         )
 
     await soon(lambda: all(isinstance(loop.activity, RequestTelemetry) for loop in loops))

@@ -195,7 +195,7 @@ def test_a_request_that_never_began_is_not_timed(reason):
         telemetry.stepped(left, StepOutput("a", [], reason), 10.5)
     telemetry.gone(left, 11.0)
     assert not any(value for name, value in exposed(telemetry).items() if name.endswith("_count"))
-    assert telemetry.counts.lengths.num_ended == 0
+    assert sum(telemetry.counts.lengths.ended) == 0
 
 
 def test_the_counts_are_the_same_on_the_other_side_of_a_connection():
@@ -215,7 +215,7 @@ def test_the_counts_are_the_same_on_the_other_side_of_a_connection():
     assert received.share(Tier.FLEX) == telemetry.share(Tier.FLEX) == 1.0
     telemetry.stepped(running, StepOutput("runs", [7], FinishReason.LENGTH), 10.2)
     telemetry.gone(running, 10.2)
-    found = [each.counts.lengths.num_ended for each in (received, telemetry)]
+    found = [sum(each.counts.lengths.ended) for each in (received, telemetry)]
     assert found == [1, 2]
 
 

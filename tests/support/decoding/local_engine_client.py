@@ -53,7 +53,7 @@ class LocalEngineClient(EngineClient):
         def found() -> RequestTelemetry:
             return self.activity if isinstance(self.activity, RequestTelemetry) else NOTHING
 
-        await soon(lambda: found().counts.lengths.num_ended == num_ended)
+        await soon(lambda: sum(found().counts.lengths.ended) == num_ended)
         return found()
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from pydantic import Field
 
-from mars_platform.cli.options import AsJson, complete_directories
+from mars_platform.cli.options import AsJson, complete_directories, with_options
+from mars_platform.config import Settings
 from mars_platform.method.mode import Mode, check_threshold
 from mars_serve.measure.options import Adapter
 
@@ -21,39 +22,31 @@ if TYPE_CHECKING:
 _PROMPT = "> "
 
 
-def chat(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="URL|MODEL",
-            help="Address of a server, such as http://127.0.0.1:8000, or a checkpoint directory or "
-            "hub id to run here.",
-            autocompletion=complete_directories,
-        ),
-    ],
-    model: Annotated[
-        str | None, typer.Option(help="Model of the server; by default its only one.")
-    ] = None,
-    adapter: Adapter = None,
-    mode: Annotated[
-        Mode | None,
-        typer.Option(help="Decoding mode; by default threshold with a τ, else the model's own."),
-    ] = None,
-    threshold: Annotated[
-        float | None, typer.Option(help="Confidence threshold in (0, 1]; by default the model's.")
-    ] = None,
-    system: Annotated[str, typer.Option(help="Instruction at the beginning.")] = "",
-    temperature: Annotated[
-        float, typer.Option(min=0, max=2, help="Sampling temperature; 0 is greedy.")
-    ] = 0.0,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Largest number of tokens of an answer.")
-    ] = None,
-    key_env: Annotated[
-        str | None, typer.Option(help="Environment variable that holds the server's key.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+class ChatOptions(Settings):
+    """Options of ``marsray chat``."""
+
+    target: Annotated[str, typer.Argument(metavar="URL|MODEL", autocompletion=complete_directories)]
+    """Address of a server, such as http://127.0.0.1:8000, or a checkpoint directory or hub id to
+    run here."""
+    model: str | None = None
+    """Model of the server; by default its only one."""
+    adapter: Adapter = None
+    mode: Mode | None = None
+    """Decoding mode; by default threshold with a τ, else the model's own."""
+    threshold: float | None = None
+    """Confidence threshold in (0, 1]; by default the model's."""
+    system: str = ""
+    """Instruction at the beginning."""
+    temperature: float = Field(default=0.0, ge=0, le=2)
+    """Sampling temperature; 0 is greedy."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Largest number of tokens of an answer."""
+    key_env: str | None = None
+    """Environment variable that holds the server's key."""
+
+
+@with_options
+def chat(options: ChatOptions, as_json: AsJson = False) -> None:
     """Talk to a model, with tokens shaded by forward pass.
 
     Each answer comes with its figures. Lines that begin with a slash are commands; /help lists
@@ -65,12 +58,15 @@ def chat(
     from mars_serve.cli.chat.answer import DecodingChoice
     from mars_serve.cli.chat.conversation import ChatConversation
 
+    threshold = options.threshold
     if threshold is not None:
         check_threshold("--threshold", threshold)
-    found = _model(target, model, adapter, key_env)
+    found = _model(options)
     console, errors = Console(), Console(stderr=True)
-    choice = DecodingChoice(mode, threshold, max_tokens, temperature)
-    conversation = ChatConversation(found, console, choice=choice, system=system, as_json=as_json)
+    choice = DecodingChoice(options.mode, threshold, options.max_tokens, options.temperature)
+    conversation = ChatConversation(
+        found, console, choice=choice, system=options.system, as_json=as_json
+    )
     if sys.stdin.isatty():
         hint = f"{found.name}; /help shows the commands, Ctrl-D ends the chat"
         say(errors, hint, style="dim")
@@ -79,7 +75,7 @@ def chat(
         raise typer.Exit(1)
 
 
-def _model(target: str, model: str | None, adapter: Path | None, key_env: str | None) -> ChatModel:
+def _model(options: ChatOptions) -> ChatModel:
     """Return the model of a server, or load one.
 
     Raises:
@@ -87,14 +83,15 @@ def _model(target: str, model: str | None, adapter: Path | None, key_env: str | 
     """
     from mars_platform.errors import UserError
 
+    target = options.target
     if "://" in target:
-        if adapter is not None:
+        if options.adapter is not None:
             raise UserError("--adapter: the server has chosen its models' adapters; leave it out")
         from mars_platform.cli.addresses import key_in
         from mars_serve.cli.chat.remote import RemoteModel, server_url
 
-        return RemoteModel(server_url(target), key_in(key_env), model)
-    if model is not None:
+        return RemoteModel(server_url(target), key_in(options.key_env), options.model)
+    if options.model is not None:
         raise UserError("--model: only a server has several; leave it out")
     from mars_platform.checkpoint.metadata import locate_model
     from mars_platform.cli.progress import working
@@ -103,7 +100,7 @@ def _model(target: str, model: str | None, adapter: Path | None, key_env: str | 
     with working(f"loading {target}"):
         from mars_serve.cli.chat.local import LocalModel
 
-        return LocalModel(target, adapter)
+        return LocalModel(target, options.adapter)
 
 
 def _typed(errors: Console) -> Iterator[str]:

@@ -31,9 +31,7 @@ from mars_serve.engine.ipc.messages import (
     NotLoaded,
     Order,
     Ready,
-    SetCondition,
     SetLateRule,
-    SetLive,
     StepReport,
 )
 from mars_serve.engine.outputs import StepOutput
@@ -195,7 +193,7 @@ class EngineClient:
         Raises:
             EngineDied: the engine has stopped.
         """
-        self._send(SetLive(live))
+        self._send(live)
         self._live = live
 
     def set_late_rule(self, rule: LateRule | None) -> None:
@@ -213,7 +211,7 @@ class EngineClient:
             EngineDied: the engine has stopped.
         """
         self.condition = condition
-        self._send(SetCondition(condition))
+        self._send(condition)
 
     def num_waiting(self, tier: Tier) -> int:
         """Return the requests sent from here, of a tier or above, that no step has held yet."""

@@ -16,7 +16,7 @@ from mars_serve.engine.request import Request
 
 @dataclass(frozen=True)
 class Condition:
-    """Whether an engine should get requests."""
+    """Whether an engine should get requests: an order to tell all who send them, or that news."""
 
     is_overdue: bool = False
     """Whether the engine shows no sign of life; what waits at it is better sent elsewhere."""
@@ -32,25 +32,11 @@ class Cancel:
 
 
 @dataclass(frozen=True)
-class SetLive:
-    """An order to change the live decoding from the next step on."""
-
-    live: LiveDecoding
-
-
-@dataclass(frozen=True)
 class SetLateRule:
     """An order to refuse requests that would come too late from now on."""
 
     rule: LateRule | None
     """The rule to refuse by; None if no request comes too late."""
-
-
-@dataclass(frozen=True)
-class SetCondition:
-    """An order to tell all who send requests how the engine is."""
-
-    condition: Condition
 
 
 @dataclass(frozen=True)
@@ -68,8 +54,9 @@ class Demand:
     """Part of the requests that wait that is counted here."""
 
 
-Order = Request | Cancel | SetLive | SetLateRule | SetCondition | Demand
-"""Any message to an engine; a `Request` is an order to run it."""
+Order = Request | Cancel | LiveDecoding | SetLateRule | Condition | Demand
+"""Any message to an engine: a `Request` is an order to run it, a `LiveDecoding` to decode so from
+the next step on."""
 
 
 @dataclass(frozen=True)

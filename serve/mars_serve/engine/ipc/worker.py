@@ -18,6 +18,7 @@ from mars_autoscale.policy.outer_loop import AutoscalingBasis
 from mars_autoscale.policy.reports import EngineStatus
 from mars_autoscale.queueing.grants import Grants, reserve_of
 from mars_platform.errors import UserError
+from mars_platform.method.mode import LiveDecoding
 from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.ipc.auditor import Auditor
@@ -28,12 +29,11 @@ from mars_serve.engine.ipc.listener import Address, Listener
 from mars_serve.engine.ipc.messages import (
     Begun,
     Cancel,
+    Condition,
     Demand,
     LoadUpdate,
     Ready,
-    SetCondition,
     SetLateRule,
-    SetLive,
     StepReport,
 )
 from mars_serve.engine.ipc.pulse import Pulse
@@ -320,12 +320,10 @@ class EngineWorker:
                 self._changed.notify()
 
     def _take(self, order: object, connection: Connection) -> None:
-        if isinstance(order, SetLive):
-            self._engine.live = order.live
-        elif isinstance(order, SetLateRule):
+        if isinstance(order, LiveDecoding):
+            self._engine.live = order
+        elif isinstance(order, SetLateRule | Condition):
             self._connections.tell(order)
-        elif isinstance(order, SetCondition):
-            self._connections.tell(order.condition)
         elif isinstance(order, Demand):
             self._take_demand(order, connection)
         elif isinstance(order, Cancel):

@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mars_serve.api.bounds import json_size_of, most_depth
+from mars_serve.api.bounds import STEP, json_size_of, most_depth
 from mars_serve.api.errors import ApiError, clipped, invalid_value
 from mars_serve.api.text_threads import Load, TextThreads
 
@@ -26,8 +26,6 @@ _MAX_DEPTH = 100
 stack that overflows may end the process."""
 _SURROGATES = (rb"\ud", rb"\uD", b"\xed")
 """Beginnings of halves of surrogate pairs, and of some other characters, in JSON."""
-_STEP = 2**17
-"""Bytes in which they are looked for at once."""
 _MAX_NAME = 64  # longest field name that a message quotes
 
 _Found = TypeVar("_Found")
@@ -153,7 +151,7 @@ def _check_unicode(body: bytes) -> None:
 
 def _may_have_surrogates(body: bytes) -> bool:
     """Look for beginnings of surrogates, in small steps that hold up no other thread."""
-    pieces = (body[start : start + _STEP + 2] for start in range(0, len(body), _STEP))
+    pieces = (body[start : start + STEP + 2] for start in range(0, len(body), STEP))
     return any(each in piece for piece in pieces for each in _SURROGATES)
 
 
