@@ -13,8 +13,6 @@ The working tree is enough: the package need not be installed, and Ray and HTTP 
 needed. For a machine without internet see ``bench/gpu_wheels.sh``.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

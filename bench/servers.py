@@ -1,7 +1,5 @@
 """Starts a server as a child process for a benchmark, and ends it."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import signal

@@ -8,8 +8,6 @@ and no body stands in two conversations. The library differs between versions of
 figures of one version only.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json

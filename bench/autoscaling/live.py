@@ -4,8 +4,6 @@ The server and the watch run in processes of their own. The server has its own R
 fresh token protects.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 import time

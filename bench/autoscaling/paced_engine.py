@@ -7,8 +7,6 @@ the time would slow each other down, while replicas that mostly wait do not.
 To serve with it, start ``marsray serve``, and the Ray cluster, with the variables of `environment`.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time

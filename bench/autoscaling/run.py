@@ -14,8 +14,6 @@ server of its own, in rotating order. Ray Serve's delays are its defaults, 30 s 
 requests with their real lengths.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 from collections import defaultdict

@@ -3,8 +3,6 @@
 They are counted by Ray Serve's own states, so starting ones count whatever policy ordered them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Is what runs on this GPU right, and how fast can the GPU be at all?"""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

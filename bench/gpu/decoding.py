@@ -4,8 +4,6 @@ Weights are random and on the device only; caches are claimed and not computed, 
 fast as numbers; the accepted lengths are drawn. So a measurement takes little more than its steps.
 """
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Compares the operators of the engine on a device with their plain twins on the CPU."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence

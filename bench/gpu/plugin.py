@@ -4,8 +4,6 @@ A test's figures are what it records with `record_property`. The file is written
 change, so that a process which crashes or is killed loses nothing but the test that it ran.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

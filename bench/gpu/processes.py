@@ -1,7 +1,5 @@
 """Two engines in processes of their own share one GPU, without Ray."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

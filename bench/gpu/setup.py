@@ -1,7 +1,5 @@
 """Gives the parts of the acceptance run the device, the sizes, the untrained models and clocks."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 import time

@@ -4,8 +4,6 @@ One process trains a model in both ways, in turn on each batch of random convers
 reversed from one batch to the next. A step is everything from token ids to the update.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence

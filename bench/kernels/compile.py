@@ -7,8 +7,6 @@ registers spill, and the shared memory of a block. Needs Triton (on a machine wi
 ``pip install triton``). To use another version, put it before the installed one on ``PYTHONPATH``.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import subprocess

@@ -8,8 +8,6 @@ loses no quality, and a way that loses some is of use only where it is faster th
 no Ray or torch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ contradicts itself or belongs to other weights is refused as a whole, because pl
 is safe and a wrong figure is not.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

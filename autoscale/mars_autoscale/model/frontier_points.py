@@ -4,8 +4,6 @@ Quality is compared item by item with plain AR decoding of the same items. What 
 open counts as lost: `FrontierPoint.pessimistic_loss` is the upper end.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Self
 
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator

@@ -3,8 +3,6 @@
 The hour is one of time, not of tokens: a loss counts for as long as it lasts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

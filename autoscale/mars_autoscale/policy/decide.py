@@ -9,8 +9,6 @@ stays too long orders replicas even if all speeds are wrong.
 or not finite.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The outer loop's decision, its state, and the record of a decision that REST gives."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 

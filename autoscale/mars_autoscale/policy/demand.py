@@ -3,8 +3,6 @@
 A demand is the number of replicas that it keeps busy: at the base, unless said otherwise.
 """
 
-from __future__ import annotations
-
 import math
 
 from mars_autoscale.model.capacity import Capacity

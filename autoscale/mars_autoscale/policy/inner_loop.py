@@ -5,8 +5,6 @@ queue hurts at once and quality is paid by the token. Load that lasts is not the
 concern: replicas carry it, see `mars_autoscale.policy.decide`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The autoscaler's metrics."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric

@@ -1,7 +1,5 @@
 """The observations of the outer loop: loads of replicas and rates of arrival."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Reports come at any time; a decision uses the latest ones. The state that has to
 is one plain value, `SavedState`, that others may keep and hand back.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, deque
 from collections.abc import Callable

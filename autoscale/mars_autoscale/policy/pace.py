@@ -6,8 +6,6 @@ on the machine, requests that pin a slower mode, and too few pages all lower the
 Imports no Ray or torch, and reads no clock.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from statistics import fmean

@@ -4,8 +4,6 @@ Counts are totals since the sender's start, so that a report that is lost costs 
 figures are those of the moment. Imports no Ray, torch or HTTP library.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum

@@ -3,8 +3,6 @@
 Imports no Ray, torch or HTTP library.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass

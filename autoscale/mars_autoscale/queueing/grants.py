@@ -16,8 +16,6 @@ message's delay. With one ingress there are none.
 Imports no Ray, torch or HTTP library.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Imports no Ray, torch or HTTP library.
 """
 
-from __future__ import annotations
-
 _TICK_S = 0.25
 """Width in seconds of the finest bins; deadlines within one are not told apart."""
 _BITS = 6

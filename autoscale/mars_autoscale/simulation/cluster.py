@@ -4,8 +4,6 @@ Each step of each replica is one event. A row gets its rung's mean number of tok
 because the randomness of decoding averages out over a request.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Compares policies on a trace: the figures of each, as means over seeds."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -3,8 +3,6 @@
 A policy brings the queue of the system that it runs on: marsray's or Ray Serve's.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from random import Random

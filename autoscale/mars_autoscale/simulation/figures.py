@@ -1,7 +1,5 @@
 """Computes the figures of a simulated run and their means over runs, and lists their columns."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

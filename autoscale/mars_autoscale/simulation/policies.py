@@ -1,7 +1,5 @@
 """The interface by which policies steer a simulated cluster, the joint policy, and the simplest."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial

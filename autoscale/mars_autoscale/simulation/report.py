@@ -1,7 +1,5 @@
 """Shows what ``marsray simulate`` compared: tables, JSON and a picture."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

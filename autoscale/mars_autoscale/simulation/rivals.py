@@ -5,8 +5,6 @@ documentation of both has it. Requests wait as they do in each, see
 `mars_autoscale.simulation.dispatch`.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Runs a trace through a simulated cluster under a policy."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -3,8 +3,6 @@
 All randomness comes from a given seed.
 """
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections.abc import Iterable, Sequence

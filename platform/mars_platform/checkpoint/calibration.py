@@ -14,8 +14,6 @@ class, because only the probability of the proposed token is ever compared with 
 no Ray or HTTP library.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Literal, NamedTuple

@@ -4,8 +4,6 @@
 edited or removed by hand. Imports no Ray, torch or HTTP library.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping

@@ -3,8 +3,6 @@
 Imports no Ray, torch or HTTP library.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tells one model's weights from another's without reading all of them."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Whatever is refused here would be refused as well when the model is loaded. Impo
 HTTP library.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ JSON to its directory without looking at them, and an adapter names another mode
 Imports no Ray, torch or HTTP library.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath

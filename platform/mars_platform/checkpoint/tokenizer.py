@@ -3,8 +3,6 @@
 Imports no Ray or HTTP library.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase

@@ -1,7 +1,5 @@
 """Reads the addresses and keys of servers that commands are given."""
 
-from __future__ import annotations
-
 import os
 
 import httpx

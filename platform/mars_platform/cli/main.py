@@ -3,8 +3,6 @@
 Heavy imports happen inside the commands, so that ``marsray --help`` is instant.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Options that many commands have, and those of one command made from a settings model."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from copy import copy

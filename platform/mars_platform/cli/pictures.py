@@ -3,8 +3,6 @@
 Lines differ in brightness and in dashes, so that they can be told apart in greyscale.
 """
 
-from __future__ import annotations
-
 import html
 import time
 from collections.abc import Callable

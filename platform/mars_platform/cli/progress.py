@@ -4,8 +4,6 @@ Every command that takes more than two seconds shows it here, so that all look a
 output stays free for results. ``NO_COLOR`` is respected.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """Shows which tokens of an output came from the same forward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rich.console import Console

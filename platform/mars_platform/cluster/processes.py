@@ -3,8 +3,6 @@
 Imports no Ray or torch.
 """
 
-from __future__ import annotations
-
 import signal
 import socket
 import subprocess

@@ -5,8 +5,6 @@ short wake-ups of HTTP then stop one thread of a matrix product, for which all o
 no Ray, torch or HTTP library.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

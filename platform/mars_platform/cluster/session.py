@@ -1,7 +1,5 @@
 """Connects to an existing Ray cluster, or starts a local one and shuts it down again."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

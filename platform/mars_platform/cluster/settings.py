@@ -3,8 +3,6 @@
 Imports no Ray.
 """
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from mars_platform.config import Settings

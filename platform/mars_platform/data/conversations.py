@@ -3,8 +3,6 @@
 Imports no Ray, torch or HTTP library.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from decimal import Decimal

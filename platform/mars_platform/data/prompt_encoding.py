@@ -9,8 +9,6 @@ Ordinary text is divided and merged as by the model's own tokenizer.
 Imports no Ray or HTTP library.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 from collections.abc import Collection, Iterable, Mapping

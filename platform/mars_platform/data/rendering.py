@@ -3,8 +3,6 @@
 Imports no Ray or HTTP library.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import re

@@ -3,8 +3,6 @@
 Source: the chat templates and tokenizers of DeepSeek-R1, QwQ and Qwen3; vLLM's reasoning parsers.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase

@@ -1,7 +1,5 @@
 """Asks a running server held-out questions in several modes and scores the answers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import statistics

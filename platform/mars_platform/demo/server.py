@@ -1,7 +1,5 @@
 """Runs marsray's own commands as child processes and ends them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

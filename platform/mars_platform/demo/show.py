@@ -1,7 +1,5 @@
 """The demo from beginning to end: data, training, serving, measuring, and a clean end."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import secrets

@@ -1,7 +1,5 @@
 """Shows the demo's results: a table, a sentence on what to choose, and figures for JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Every fast path of the engine is compared with it, token for token. Imports no Ray or HTTP library.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol

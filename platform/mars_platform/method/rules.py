@@ -4,8 +4,6 @@ The rules are those of the MARS paper (arXiv 2604.07023); section numbers refer 
 `mars_platform.method.reference` decodes with them step by step. Imports no Ray or HTTP library.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

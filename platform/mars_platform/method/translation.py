@@ -6,8 +6,6 @@ on the model and is measured; see `mars_platform.checkpoint.translations`. Impor
 HTTP library.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import pairwise

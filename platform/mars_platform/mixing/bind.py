@@ -5,8 +5,6 @@ step or batch is reached by a context variable. Imports no Ray or HTTP library.
 Source: ``transformers.AttentionInterface``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

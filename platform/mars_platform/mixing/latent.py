@@ -7,8 +7,6 @@ latents. So nothing but latents and rotated parts need be cached. Imports no Ray
 Source: multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Declares what all request bodies share: bounds on objects, and fields that are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache

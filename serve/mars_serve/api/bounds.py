@@ -5,8 +5,6 @@ JSON takes to parse depend on the number of its values rather than on its bytes,
 validation on the number of its mistakes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

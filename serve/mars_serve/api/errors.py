@@ -1,7 +1,5 @@
 """Errors of the REST API in OpenAI's shape."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Mapping
 from itertools import islice

@@ -1,7 +1,5 @@
 """Brings JSON schemas to the form that llguidance reads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 _BOUNDS = (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum"))

@@ -12,8 +12,6 @@ engine that has said that it is full is not asked again while no place is free, 
 stay fast under a flood.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter, deque

@@ -5,8 +5,6 @@ Shapes and sizes are checked here; the template itself checks the order of roles
 Source: OpenAI API reference, "Chat": message roles, content parts, tools and tool calls.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 

@@ -1,7 +1,5 @@
 """Types of the request fields that give the output a form: a JSON schema, a grammar or a choice."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field

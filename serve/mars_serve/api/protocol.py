@@ -8,8 +8,6 @@ Source: OpenAI API reference, "Completions" and "Chat"; vLLM's OpenAI-compatible
 additional fields, which stand at the top level as they do there.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping
 from enum import StrEnum

@@ -6,8 +6,6 @@ against these models.
 Source: OpenAI API reference, "Completions" and "Chat".
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field

@@ -1,7 +1,5 @@
 """Conversion between text and tokens: encodes prompts and decodes outputs incrementally."""
 
-from __future__ import annotations
-
 import codecs
 import re
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ texts that wait. A body takes room from its first byte until its texts are read,
 may have as much as is free. So one that is alone fills half of it, and others always find room.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter, deque

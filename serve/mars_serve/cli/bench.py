@@ -1,7 +1,5 @@
 """The commands ``marsray bench decode`` and ``marsray bench load``."""
 
-from __future__ import annotations
-
 import typer
 
 from mars_platform.cli.main import show_help_without_command

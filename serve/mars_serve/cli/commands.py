@@ -1,7 +1,5 @@
 """The commands ``marsray generate``, ``marsray eval`` and ``marsray serve``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Completes one prompt with the engine, without a server."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """The command ``marsray key``."""
 
-from __future__ import annotations
-
 import json
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Builds the settings of ``marsray serve`` from its config file and command-line options."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Names of the hardware that this process runs on."""
 
-from __future__ import annotations
-
 import platform
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The format of the server's key file: API keys by hash, with their permissions and limits."""
 
-from __future__ import annotations
-
 import hashlib
 import secrets
 from collections import Counter

@@ -3,8 +3,6 @@
 Imports no Ray, torch or HTTP library.
 """
 
-from __future__ import annotations
-
 from mars_platform.checkpoint.metadata import locate_model
 from mars_platform.checkpoint.number_type import stored_dtype
 from mars_serve.config.settings import ModelSettings

@@ -6,8 +6,6 @@ All of it is bounded: see `mars_serve.control.history` for the rows; events and 
 state take less than 100 kB more. Imports no Ray.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter, deque

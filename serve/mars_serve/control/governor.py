@@ -5,8 +5,6 @@ number of replicas. Every value lives in memory only: replicas and controller ha
 to a governor that was started again. `mars_serve.control.governor_actor` makes a Ray actor of it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

@@ -5,8 +5,6 @@ and callers hand the new one what the old one knew. It ends by itself once no re
 it for a while, because the application is gone then.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

@@ -4,8 +4,6 @@ A row is kept as the JSON text in which dashboards get it, 200 characters at the
 and `NUM_COARSE` bound their number, so a model's history takes half a megabyte. Imports no Ray.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import deque

@@ -3,8 +3,6 @@
 Imports no Ray.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field

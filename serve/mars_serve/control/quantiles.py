@@ -1,7 +1,5 @@
 """Quantiles of what was counted in buckets over the latest seconds. Imports no Ray."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest

@@ -1,7 +1,5 @@
 """Reports to an application's governor, from a thread with an event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

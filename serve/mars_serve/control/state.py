@@ -1,7 +1,5 @@
 """The state of a model at one moment, as dashboards show it. Imports no Ray."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """Says in words what the autoscaler decides and why τ and replicas change. Imports no Ray."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@
 mars_serve.app:application``); `build_application` takes settings instead.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import re

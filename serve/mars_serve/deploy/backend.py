@@ -1,7 +1,5 @@
 """Access to a model's replicas: requests go over `EngineClients`, all else over Serve's handle."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

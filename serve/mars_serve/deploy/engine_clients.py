@@ -1,7 +1,5 @@
 """An ingress replica's connections to the engines of a model's replicas."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable

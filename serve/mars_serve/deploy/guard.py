@@ -5,8 +5,6 @@ before it starts a server. uvicorn, which these servers run on, waits forever fo
 request, and Serve reads some headers itself.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import resource

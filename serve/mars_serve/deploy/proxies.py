@@ -14,8 +14,6 @@ need to notice a change. Limits on connections are the variables that begin with
 and 9101 (metrics) of all interfaces; protect them with a network policy.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

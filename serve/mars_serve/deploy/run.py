@@ -1,7 +1,5 @@
 """Starts the server on Ray, keeps it running until it is told to stop, and shuts it down."""
 
-from __future__ import annotations
-
 import importlib
 import signal
 import socket

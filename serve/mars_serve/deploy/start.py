@@ -1,7 +1,5 @@
 """Starts Ray Serve and the application on a cluster, side by side as far as they allow it."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import Future
 from functools import partial

@@ -1,7 +1,5 @@
 """Checks of requests before an engine takes them, and the limits of their time in its queue."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ position is an index into the flattened batch, which is padded at its end to a l
 matrix libraries and captured graphs prepare themselves once for each length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

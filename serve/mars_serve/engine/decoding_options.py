@@ -1,7 +1,5 @@
 """The options that a request is decoded with. Imports no Ray, torch or HTTP library."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """Keeps steps short for other keys where one key's rows take long, by turns among its rows."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Collection
 from operator import attrgetter, itemgetter

@@ -4,8 +4,6 @@ Where layers see no more than the last tokens of a text, a request holds pages o
 pool, and gives them back when no later position sees them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import takewhile
 

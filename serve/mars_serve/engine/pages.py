@@ -7,8 +7,6 @@ its space is needed; the least recently used page is evicted first.
 Imports no Ray, torch or HTTP library.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence

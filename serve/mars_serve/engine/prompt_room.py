@@ -1,7 +1,5 @@
 """Bounds the time that prompts add to steps for which others wait."""
 
-from __future__ import annotations
-
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection

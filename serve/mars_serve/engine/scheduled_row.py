@@ -1,7 +1,5 @@
 """One request's share of a step, as the scheduler plans it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from mars_serve.engine.request import Request

@@ -10,8 +10,6 @@ key take turns (`KeyTurns`), and all pages that it needs. So every request whose
 length fits the pool ends.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right, insort
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """The settings of an engine. Imports no Ray, torch or HTTP library."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from mars_platform.config import Settings

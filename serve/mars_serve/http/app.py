@@ -1,7 +1,5 @@
 """Assembles the FastAPI application; its endpoints reach models through `Backend`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from random import Random
 

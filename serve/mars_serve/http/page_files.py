@@ -7,8 +7,6 @@ served, whatever a request asks for. They hold nothing of the server's own. What
 the other endpoints for, with the key that their user types in.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import cache

@@ -1,7 +1,5 @@
 """Answers that are expensive to get and stay useful for a moment."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable

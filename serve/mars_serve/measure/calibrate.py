@@ -3,8 +3,6 @@
 A run continues an earlier one with the same model, data, machine and options that was stopped.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

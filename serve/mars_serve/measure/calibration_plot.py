@@ -1,7 +1,5 @@
 """Draws what ``marsray calibrate`` measured: reliability by depth, and the frontier."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes

@@ -1,7 +1,5 @@
 """Shows what ``marsray calibrate`` measured: tables with their notes, or JSON."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rich.console import Console

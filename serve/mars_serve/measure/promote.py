@@ -5,8 +5,6 @@ compared, which were measured on the same conversations, and the candidate's fil
 servers check them when they start. A server has to be deployed again to serve the new checkpoint.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist

@@ -1,7 +1,5 @@
 """Counts of audited outputs as metric families. Imports no Ray, torch or HTTP library."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from prometheus_client.core import Metric

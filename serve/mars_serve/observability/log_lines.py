@@ -1,7 +1,5 @@
 """Writes logs as lines that no text from outside can forge. Imports no Ray or HTTP library."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

@@ -6,8 +6,6 @@ Ray's exporter adds the prefix ``ray_`` to every name. A histogram is copied as 
 and are queried as any histogram. Ray Serve sets the label ``replica``.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable

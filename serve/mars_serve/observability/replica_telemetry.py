@@ -1,7 +1,5 @@
 """The metrics of a replica. Imports no Ray or HTTP library."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

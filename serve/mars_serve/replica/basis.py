@@ -1,7 +1,5 @@
 """Makes the basis on which a model is autoscaled: its replicas' speed on each rung."""
 
-from __future__ import annotations
-
 import logging
 import time
 

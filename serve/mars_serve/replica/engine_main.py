@@ -6,8 +6,6 @@ that of the memory of its `Pulse`. An engine that is forked from
 `mars_serve.replica.engine_template` runs what stands here, too.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """Starts an engine in a child process, which has an interpreter lock of its own."""
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

@@ -1,7 +1,5 @@
 """A replica's exchange with its application's governor: reports there, the live τ back."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

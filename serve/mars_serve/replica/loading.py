@@ -1,7 +1,5 @@
 """Loads a served model's engine, and the checker of its audits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module

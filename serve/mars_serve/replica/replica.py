@@ -1,7 +1,5 @@
 """One replica of a model, as Ray Serve calls it; its engine runs in a child process."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import suppress
 

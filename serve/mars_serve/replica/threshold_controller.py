@@ -4,8 +4,6 @@ Twice a second it looks at its engine, and sets τ within the range that the gov
 the governor is silent, it goes on with the last range. Imports no Ray or HTTP library.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace

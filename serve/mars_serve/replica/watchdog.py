@@ -4,8 +4,6 @@ Loading, compiling and warming up are not watched: the watch begins once the eng
 Imports no Ray or HTTP library.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

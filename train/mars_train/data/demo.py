@@ -1,7 +1,5 @@
 """Writes the demo's chat data: random tasks for training, and others that are held out."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -7,8 +7,6 @@ of several wordings comes next, so the tokens behind appended masks are as uncer
 natural text, and each result depends on the one before it.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

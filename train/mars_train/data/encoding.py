@@ -3,8 +3,6 @@
 Imports no Ray.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from itertools import islice, pairwise
 from typing import Any, Literal

@@ -4,8 +4,6 @@ Every input row is used, cut to length or dropped, and a report lists the latter
 and reason.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryFile

@@ -3,8 +3,6 @@
 Imports no Ray or torch.
 """
 
-from __future__ import annotations
-
 import json
 from array import array
 from collections.abc import Sequence

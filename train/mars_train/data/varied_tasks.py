@@ -11,8 +11,6 @@ tokens. So a model cannot know which wording comes next, nor at which position t
 will stand. The setting is fixed: figures compare only as long as it never changes.
 """
 
-from __future__ import annotations
-
 import random
 
 from mars_train.data.demo_tasks import Task, TaskMaker

@@ -4,8 +4,6 @@ Both masks are computed from the rule of visibility in `mars_platform.method.rul
 for those of its layers when a pass begins, and hands each layer its own.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 The result is a pure function of the recipe, the step and the worker's rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass

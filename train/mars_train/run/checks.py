@@ -4,8 +4,6 @@ Whatever is refused here would be refused as well later on, by a worker at the l
 Ray or torch.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from mars_platform.checkpoint.inspection import Inspection, inspect_model

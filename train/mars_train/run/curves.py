@@ -1,7 +1,5 @@
 """Plots the losses and held-out scores of a run as one picture. Imports no Ray or torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from functools import partial

@@ -4,8 +4,6 @@ A run that was stopped goes on with the missing shards. Each shard, and the toke
 make up, records what it was made from: one of another model, data or setting is written again.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Sequence

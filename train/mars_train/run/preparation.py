@@ -1,7 +1,5 @@
 """Prepares the model that a run starts from, and its held-out set. Imports no Ray."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs a recipe: checks it, prepares its model and data, and trains its stages."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rich.console import Console

@@ -1,7 +1,5 @@
 """Creates a new model and tokenizer for demonstrations, tests and training from scratch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path

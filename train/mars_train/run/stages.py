@@ -1,7 +1,5 @@
 """Prepares a run's data on Ray, and trains its stages on Ray Train, one after the other."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 import threading

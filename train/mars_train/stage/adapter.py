@@ -1,7 +1,5 @@
 """Adds a new adapter to the model that a stage begins with. Imports no Ray."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checkpoints of a stage in training: all workers save them together, the newest one is loaded."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ The serving engine decodes, as in `marsray eval`. Every worker scores its share 
 conversations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice

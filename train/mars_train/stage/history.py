@@ -3,8 +3,6 @@
 Imports no Ray or torch.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from pathlib import Path

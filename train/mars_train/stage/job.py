@@ -1,7 +1,5 @@
 """The interface between a stage's trainer and its host: the job, notices and reports."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Protocol
 

@@ -4,8 +4,6 @@ accelerate handles devices, autocast and DDP. FSDP2 is called directly, as torch
 because accelerate applies it on accelerators only, and sharding must be testable on CPUs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain

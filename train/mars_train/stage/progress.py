@@ -1,7 +1,5 @@
 """News of a stage for the terminal of the user who started it. Imports no Ray or torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

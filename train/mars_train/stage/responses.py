@@ -4,8 +4,6 @@ A response depends on the model, its conversation and the stage's settings alone
 be written in any parts, by any number of processes. Imports no Ray.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

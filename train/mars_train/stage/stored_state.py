@@ -1,7 +1,5 @@
 """Tells which run a stored checkpoint belongs to. Imports no Ray or torch."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -6,8 +6,6 @@ resumed run repeats an uninterrupted one, bit for bit if the kernels are determi
 number of workers may change in between. Imports no Ray.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import replace

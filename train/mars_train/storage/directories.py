@@ -5,8 +5,6 @@ and SHA-256 sums, and only then renamed. Object stores have no atomic rename; th
 uploaded last, and a directory without one does not count. Imports no Ray or torch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

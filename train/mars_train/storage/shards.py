@@ -4,8 +4,6 @@ Any number of workers can load them. Tensors that every worker holds whole are d
 workers for writing. If FSDP2 shards a tensor, every worker writes its own rows. Imports no Ray.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from contextlib import ExitStack

@@ -3,8 +3,6 @@
 Imports no Ray, torch or HTTP library.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field, field_validator

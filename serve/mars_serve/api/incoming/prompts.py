@@ -1,7 +1,5 @@
 """Tokenizes the texts of a request, and checks their lengths against the model and the limits."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Finds the spans of a request's outputs and their thinking, and checks what is asked for them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from mars_platform.data.thinking import ThinkingTokens

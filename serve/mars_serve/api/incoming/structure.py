@@ -1,7 +1,5 @@
 """Finds the grammar that a request body asks for; the engine compiles it."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

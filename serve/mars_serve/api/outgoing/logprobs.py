@@ -4,8 +4,6 @@ Source: OpenAI API reference, ``logprobs`` of "Completions" and of "Chat"; vLLM,
 ``prompt_logprobs``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

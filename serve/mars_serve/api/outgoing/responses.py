@@ -3,8 +3,6 @@
 Source: OpenAI API reference, "Completions" and "Chat", the objects and their streamed chunks.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Parsers for the formats in which each model family writes tool calls."""
 
-from __future__ import annotations
-
 import re
 
 from mars_serve.api.tools.formats import HERMES_BEGIN, HERMES_END, LLAMA_TAG, MISTRAL_TAG, Family

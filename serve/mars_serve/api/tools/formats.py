@@ -7,8 +7,6 @@ and later, and Mistral (an older and a newer one).
 Source: the families' published chat templates and tokenizers.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

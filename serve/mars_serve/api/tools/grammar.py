@@ -6,8 +6,6 @@ spelled out, the grammar would force other tokens than the model writes.
 Source: llguidance, "Grammar syntax": special tokens, lazy lexemes and inline JSON schemas.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -8,8 +8,6 @@ The parsing methods are generators: `_read` suspends them at the end of the text
 resumes them with more text. So each model family's format reads as straight-line code.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import secrets

@@ -4,8 +4,6 @@ Some tags that mark calls, such as Llama's and Mistral's, are special tokens, wh
 `ToolParser` needs the text of those in `RequestTools.kept_special`, and of no other special tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Decodes a benchmark's requests greedily: by marsray's engine, or by Hugging Face ``generate``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

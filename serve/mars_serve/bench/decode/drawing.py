@@ -1,7 +1,5 @@
 """Replaces the acceptance rule of an engine by drawn lengths, for weights that are random."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from mars_platform.method.mode import Mode

@@ -5,8 +5,6 @@ to round, and a drift of the machine's speed affects all alike. One run of each 
 rounds warms it up and is not counted.
 """
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Iterator

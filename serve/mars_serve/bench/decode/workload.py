@@ -3,8 +3,6 @@
 Everything here depends on its seed and arguments alone.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

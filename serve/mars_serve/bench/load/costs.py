@@ -3,8 +3,6 @@
 The sources are the τ in each answer, and what the server reports of itself every second.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise

@@ -3,8 +3,6 @@
 Requests that an interrupt cut off count as sent and in nothing else.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Plans a load test: which requests of a trace are sent at which time, with which prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice

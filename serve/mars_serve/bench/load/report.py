@@ -1,7 +1,5 @@
 """Shows the result of ``marsray bench load``: a table with notes, and JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

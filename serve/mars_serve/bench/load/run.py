@@ -3,8 +3,6 @@
 Each request is sent at its time, however the requests before it fare: a slow server gets no relief.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

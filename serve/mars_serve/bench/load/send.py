@@ -3,8 +3,6 @@
 The loop is open: a request never waits for another one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Checks the server that a load test is for, and asks it what the test has to know."""
 
-from __future__ import annotations
-
 import resource
 from contextlib import suppress
 from typing import Any, TypeVar

@@ -3,8 +3,6 @@
 Imports no Ray, torch or HTTP library.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

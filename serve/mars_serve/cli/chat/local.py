@@ -1,7 +1,5 @@
 """Runs a checkpoint in this process and asks it for answers. Imports no Ray or HTTP library."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Asks a server for answers, over its OpenAI-compatible endpoints. Imports no Ray or torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -3,8 +3,6 @@
 Imports no package beyond marsray, so that checks also run where others are broken.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal

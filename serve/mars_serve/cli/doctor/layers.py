@@ -1,7 +1,5 @@
 """Says what a model's layers ask of attention, and what that costs and allows."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass

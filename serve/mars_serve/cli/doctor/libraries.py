@@ -4,8 +4,6 @@ A library that is broken can end the process that loads it, or never return. Run
 module prints each finding as a line of JSON.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

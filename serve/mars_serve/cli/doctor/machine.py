@@ -3,8 +3,6 @@
 Loads no package that may be broken, so that these checks run in every installation.
 """
 
-from __future__ import annotations
-
 import platform
 import socket
 import sys

@@ -1,7 +1,5 @@
 """Running statistics of how often masks at each depth are accepted."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Finds room for audits in an engine's steps."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 from mars_autoscale.model.step_times import StepTimes

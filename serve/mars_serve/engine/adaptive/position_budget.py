@@ -1,7 +1,5 @@
 """Bounds the positions of a step by what the device's memory has held so far."""
 
-from __future__ import annotations
-
 import logging
 
 _FIRST_WAIT, _LONGEST_WAIT = 256, 65536

@@ -3,8 +3,6 @@
 Keys and values of masks are written to the copy alone, which no later step reads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

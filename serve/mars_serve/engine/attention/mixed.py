@@ -1,7 +1,5 @@
 """Attention of models whose layers differ: each group of layers has a backend of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Generic, TypeVar

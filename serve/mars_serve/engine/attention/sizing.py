@@ -1,7 +1,5 @@
 """The numbers of pages of an engine's pools, by the settings or by the device's memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -8,8 +8,6 @@ operators as possible: at small batches their number decides. Whatever a step fe
 positions get what the model's own layers return, bit for bit.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

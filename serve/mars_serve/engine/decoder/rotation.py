@@ -6,8 +6,6 @@ the device. Both are settled once instead.
 Source: ``transformers.modeling_rope_utils.dynamic_rope_update``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Torch's caching allocator hands pinned memory out again only after the transfers that use it.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """All that gives drafts to an engine's requests."""
 
-from __future__ import annotations
-
 from mars_serve.engine.drafting.lookup import LookupDrafter
 from mars_serve.engine.request import Draft, Request
 

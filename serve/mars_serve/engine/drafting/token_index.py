@@ -4,8 +4,6 @@ The places of all runs of two tokens are kept in chains by hash, as in zlib's de
 section 4): 4 bytes a token beside a table of at most 128 KiB, and a few comparisons in a search.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 

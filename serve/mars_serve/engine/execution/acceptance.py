@@ -15,8 +15,6 @@ by confidence ends with the first marker, so no token is accepted by the τ of a
 each depth would save a pass at each marker, of which an output has few.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from itertools import takewhile
 

@@ -1,7 +1,5 @@
 """Runs steps so that only the requests whose own rows fail are affected by a failure."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass

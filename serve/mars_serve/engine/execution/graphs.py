@@ -6,8 +6,6 @@ confidences, so that a step at temperature 0 is a copy to the device, a replay a
 step whose shape was not captured runs eagerly.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Sequence

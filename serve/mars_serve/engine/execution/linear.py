@@ -5,8 +5,6 @@ slowly on some machines. oneDNN can keep a weight in a packed layout of its own.
 layer, both layouts are timed at load and the faster is kept. On other devices nothing is changed.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The logits that a step reads, and the token proposed at each of them with its confidence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate

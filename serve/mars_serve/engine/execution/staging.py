@@ -1,7 +1,5 @@
 """The integers that describe a step to the device, which they reach in one transfer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise

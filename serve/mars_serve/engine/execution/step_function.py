@@ -1,7 +1,5 @@
 """The model as a function of a step's tensors."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from torch import Tensor

@@ -6,8 +6,6 @@ steps such a request only while it has nothing else to do, or nothing that would
 Outputs that wait to be audited are held in memory, and neither they nor prompts are ever logged.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import time

@@ -4,8 +4,6 @@ Unpickling is safe here: a socket pair has no name, so only this program can rea
 connection to a port is read only once the engine's token has come.
 """
 
-from __future__ import annotations
-
 import pickle
 import select
 import socket

@@ -1,7 +1,5 @@
 """Runs requests on an engine behind a channel, as asyncio streams of step outputs."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

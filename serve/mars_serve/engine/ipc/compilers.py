@@ -1,7 +1,5 @@
 """Threads that compile the grammars of requests, for each tenant in turn."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections import Counter, deque

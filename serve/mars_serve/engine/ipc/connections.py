@@ -1,7 +1,5 @@
 """The connections of an engine's process, and the requests that came over each."""
 
-from __future__ import annotations
-
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable

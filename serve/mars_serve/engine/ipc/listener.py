@@ -4,8 +4,6 @@ Whoever connects must first send the engine's token, which only the application'
 know; nothing that comes before it is read as a message.
 """
 
-from __future__ import annotations
-
 import hmac
 import logging
 import secrets

@@ -1,7 +1,5 @@
 """Messages between an engine's worker and the event loop that uses it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mars_autoscale.model.step_times import StepTimes

@@ -4,8 +4,6 @@ The engine's process writes, the process that uses it reads. No message is sent 
 taken, so a process that is stopped, or that hangs in a kernel, is seen as well.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import time

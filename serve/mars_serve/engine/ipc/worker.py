@@ -1,7 +1,5 @@
 """Steps an engine on orders from its connections, and reports the outputs to them."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -4,8 +4,6 @@ On a GPU it passes over the logits once: each program handles a block of the voc
 second, short launch puts the blocks together. The twin in plain torch is the kernel's oracle.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ It has a twin in plain torch, which other devices run and which is the oracle of
 Rows of other positions are neither read nor written, so that they keep their bits.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ llguidance takes a text that a grammar forces for the control token of that name
 then refuses. A client's grammar could also name control tokens outright.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 from collections.abc import Collection

@@ -1,7 +1,5 @@
 """Gumbel noise as a function of seed, absolute position and token id alone."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from numpy.typing import NDArray

@@ -1,7 +1,5 @@
 """Keeps a request's thinking within its budget, and lets its grammar begin where thinking ends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Rules a request's allowed tokens and bad words impose: they limit what may follow its output."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 

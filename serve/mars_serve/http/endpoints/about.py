@@ -1,7 +1,5 @@
 """``GET /v1/about``: what a model can do, what it costs to decode it faster, and what to ask it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -4,8 +4,6 @@
 The authentication middleware has already checked that the caller is an administrator.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from typing import Annotated

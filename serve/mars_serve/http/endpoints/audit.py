@@ -1,7 +1,5 @@
 """The response of ``/admin/audit``: how much of what was served differs from lossless decoding."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from typing import Literal

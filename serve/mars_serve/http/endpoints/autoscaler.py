@@ -1,7 +1,5 @@
 """The response of ``/admin/autoscaler``: each model's scaling plan and latest decisions."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 

@@ -7,8 +7,6 @@ the same one, and each of them asks for it once a second for all its watchers to
 The authentication middleware has already checked that the caller is an administrator.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """Responses that are streams of server-sent events."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any

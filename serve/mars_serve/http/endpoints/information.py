@@ -1,7 +1,5 @@
 """Endpoints that report health, readiness, the version and the models."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Routes that read bodies in half of the usual time, in which the event loop does nothing else."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Coroutine
 from typing import Any

@@ -4,8 +4,6 @@ With several ingress replicas, a response holds the counters of the one that ans
 label; Ray's exporter has those of all.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain

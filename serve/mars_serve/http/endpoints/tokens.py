@@ -5,8 +5,6 @@ The ingress answers these without a replica.
 Source: vLLM's OpenAI-compatible server, which has the same endpoints.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from fastapi import APIRouter, Request

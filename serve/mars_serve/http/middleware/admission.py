@@ -1,7 +1,5 @@
 """Refuses requests beyond a key's rate limits, or for which a queue has no place, unread."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import ExitStack
 

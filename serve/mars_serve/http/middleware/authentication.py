@@ -4,8 +4,6 @@ Every path except `PUBLIC_PATHS` needs a key. Of these, ``/ready`` tells more to
 and the files of the pages hold nothing of the server's own.
 """
 
-from __future__ import annotations
-
 import posixpath
 from urllib.parse import unquote
 

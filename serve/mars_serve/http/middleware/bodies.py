@@ -3,8 +3,6 @@
 This middleware runs after authentication, so that only key holders can make the server read a body.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Turns exceptions, those of Ray included, into error responses in OpenAI's shape."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from random import Random

@@ -1,7 +1,5 @@
 """Refuses requests by their headers, before anything else of them is read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 

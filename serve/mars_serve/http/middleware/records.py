@@ -4,8 +4,6 @@ Endpoints fill in the fields that they learn; `recording` adds the rest and repo
 record contains neither text of the request nor its key, but for names of fields.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from asyncio import CancelledError

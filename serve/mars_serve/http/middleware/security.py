@@ -1,7 +1,5 @@
 """Adds the middleware that guards every endpoint: keys, limits, bodies and error responses."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 The standard OTEL_ variables choose the destination. Spans contain no text of requests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

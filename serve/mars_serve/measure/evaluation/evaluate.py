@@ -1,7 +1,5 @@
 """Runs ``marsray eval``: scores one checkpoint on files in each mode and at each threshold."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

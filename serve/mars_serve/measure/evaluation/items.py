@@ -1,7 +1,5 @@
 """Reads held-out conversations from files, as items to decode and check."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice

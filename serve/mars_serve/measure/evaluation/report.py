@@ -1,7 +1,5 @@
 """Shows the result of ``marsray eval``: a table with its notes, or JSON."""
 
-from __future__ import annotations
-
 from itertools import cycle
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Scores decoded items: accuracy, difference from a baseline, and tokens per forward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

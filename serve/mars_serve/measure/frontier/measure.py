@@ -5,8 +5,6 @@ data alone: each row feeds all masks that it can use, and some items are decoded
 again. Imports no Ray or HTTP library.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial

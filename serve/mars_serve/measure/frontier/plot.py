@@ -1,7 +1,5 @@
 """Draws a measured frontier: quality over speed, and speed over the batch."""
 
-from __future__ import annotations
-
 from matplotlib.axes import Axes
 
 from mars_platform.cli.report import finish_axes

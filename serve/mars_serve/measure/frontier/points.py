@@ -1,7 +1,5 @@
 """Computes the points of a frontier from the decoded items."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Shows a measured frontier: table, notes, and figures for JSON."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict
 from pathlib import Path

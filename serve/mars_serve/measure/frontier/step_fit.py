@@ -1,7 +1,5 @@
 """Fits a straight line to a table of step times: t0 and K of ``t0 * (1 + positions / K)``."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ A run that is started again continues from that file if model, data, machine and
 same.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
