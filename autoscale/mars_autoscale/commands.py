@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mars_autoscale.traces.files import TraceFormat, TraceRequest, read_trace
-from mars_platform.cli.options import Overrides, Page
+from mars_platform.cli.options import Page, with_options
+from mars_platform.config import Settings
 
 if TYPE_CHECKING:
     from mars_autoscale.simulation.config import SimulationConfig
@@ -17,28 +18,26 @@ _FILE_WIDTH = 140
 """Columns of a table that is written to a file or pipe, for which rich assumes 80."""
 
 
-def simulate(
-    config: Annotated[
-        Path, typer.Argument(help="YAML file: replicas, ladder, settings of policies.")
-    ],
-    trace: Annotated[
-        Path | None,
-        typer.Option(help="Trace to replay, may end in .gz; default: the config's synthetic one."),
-    ] = None,
-    trace_format: Annotated[
-        TraceFormat | None,
-        typer.Option(help="Its layout; default: guessed from the file."),
-    ] = None,
-    set_: Overrides = None,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", help="File to write the figures to; - prints them instead."),
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Picture to draw; its suffix says the format.")
-    ] = None,
-    page: Page = None,
-) -> None:
+class SimulateOptions(Settings):
+    """Options of ``marsray simulate``."""
+
+    config: Annotated[Path, typer.Argument()]
+    """YAML file: replicas, ladder, settings of policies."""
+    trace: Path | None = None
+    """Trace to replay, may end in .gz; by default the config's synthetic one."""
+    trace_format: TraceFormat | None = None
+    """Format of the trace; by default guessed from the file."""
+    overrides: Annotated[tuple[str, ...], typer.Option("--set")] = ()
+    """Override a setting: key.sub=value. May be repeated."""
+    json_file: Annotated[Path | None, typer.Option("--json")] = None
+    """File to write the figures to; - prints them instead."""
+    plot: Path | None = None
+    """Picture to draw; its suffix says the format."""
+    page: Page = None
+
+
+@with_options
+def simulate(options: SimulateOptions) -> None:
     """Replay a request trace against autoscaling policies."""
     from functools import partial
 
@@ -55,9 +54,10 @@ def simulate(
     )
     from mars_platform.config import load_settings
 
-    check_output_files({"--json": json_file, "--plot": plot, "--html": page})
-    settings = load_settings(config, SimulationConfig, set_ or [])
-    requests = _requests(settings, trace, trace_format)
+    json_file = options.json_file
+    check_output_files({"--json": json_file, "--plot": options.plot, "--html": options.page})
+    settings = load_settings(options.config, SimulationConfig, options.overrides)
+    requests = _requests(settings, options)
     with progress_display() as display:
         comparison = compare(settings, requests, partial(display.update, "simulate"))
     table = comparison_table(comparison, settings.objective_ttft_s)
@@ -67,22 +67,20 @@ def simulate(
         write_json(json_file, figures_json(comparison))
     write_pictures(
         lambda: picture_of(comparison),
-        title=f"marsray simulate {config.name}",
+        title=f"marsray simulate {options.config.name}",
         show=lambda console: console.print(table),
-        plot=plot,
-        page=page,
+        plot=options.plot,
+        page=options.page,
     )
 
 
-def _requests(
-    settings: SimulationConfig, trace: Path | None, trace_format: TraceFormat | None
-) -> list[TraceRequest]:
+def _requests(settings: SimulationConfig, options: SimulateOptions) -> list[TraceRequest]:
     """Read the trace file, or generate the config's synthetic trace."""
     from mars_autoscale.traces.synthetic import generate
     from mars_platform.errors import UserError
 
-    if trace is not None:
-        return read_trace(trace, trace_format)
+    if options.trace is not None:
+        return read_trace(options.trace, options.trace_format)
     if settings.synthetic is None:
         raise UserError("--trace: give a file, or make a trace by the config's synthetic")
     return generate(settings.synthetic, settings.seeds[0])

@@ -18,6 +18,8 @@ from mars_autoscale.audit.drift import Drift
 from mars_autoscale.policy.decision import AutoscalerDecision, ThresholdRange
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
 from mars_autoscale.policy.reports import ReplicaReport
+from mars_platform.checkpoint.metadata import locate_model
+from mars_platform.checkpoint.number_type import stored_dtype
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode, default_mode
 from mars_serve.config.settings import ModelSettings
@@ -103,6 +105,17 @@ class Backend(Protocol):
 
     async def picture(self, since_s: int | None) -> Picture:
         """Return what was added to the dashboard's picture since a time; all of it if None."""
+
+
+def with_dtype(settings: ModelSettings) -> ModelSettings:
+    """Return settings in which ``dtype: auto`` has become the checkpoint's own number type.
+
+    Raises:
+        UserError: the checkpoint does not say its type, or has one that cannot be served.
+    """
+    if settings.dtype != "auto":
+        return settings
+    return settings.model_copy(update={"dtype": stored_dtype(locate_model(settings.path))})
 
 
 def read_served(settings: ModelSettings) -> Checkpoint:

@@ -22,8 +22,7 @@ from mars_autoscale.ray.ongoing_policy import ongoing_requests
 from mars_autoscale.ray.ray_policy import JointPolicy
 from mars_platform.checkpoint.metadata import pin_model, pin_path
 from mars_platform.config import build_settings
-from mars_serve.config.number_type import with_dtype
-from mars_serve.config.served import ServedModel, read_served
+from mars_serve.config.served import ServedModel, read_served, with_dtype
 from mars_serve.config.settings import ModelSettings, ServeSettings
 from mars_serve.control.reporting import report_in_thread
 from mars_serve.deploy.backend import ReplicaBackend

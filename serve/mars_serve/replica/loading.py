@@ -8,8 +8,7 @@ import torch
 
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.errors import UserError
-from mars_serve.config.number_type import with_dtype
-from mars_serve.config.served import read_served
+from mars_serve.config.served import read_served, with_dtype
 from mars_serve.config.settings import ModelSettings
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.ipc.auditor import Check

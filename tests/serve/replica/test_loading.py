@@ -8,7 +8,7 @@ import torch
 
 from mars_platform.checkpoint.directory import read_checkpoint
 from mars_platform.errors import UserError
-from mars_serve.config.number_type import with_dtype
+from mars_serve.config.served import with_dtype
 from mars_serve.config.settings import ModelSettings
 from mars_serve.engine.execution import warm_up
 from mars_serve.engine.settings import EngineSettings

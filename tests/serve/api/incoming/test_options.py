@@ -30,8 +30,7 @@ from mars_serve.api.protocol import (
     GenerationRequest,
 )
 from mars_serve.api.text import StopRules
-from mars_serve.config.number_type import with_dtype
-from mars_serve.config.served import ServedModel
+from mars_serve.config.served import ServedModel, with_dtype
 from mars_serve.config.settings import LimitSettings, ModelSettings
 from mars_serve.engine.decoding_options import DecodingOptions, Sampling, Span, Spans, token_set
 from mars_serve.engine.settings import EngineSettings
