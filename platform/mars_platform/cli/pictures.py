@@ -6,7 +6,6 @@ Lines differ in brightness and in dashes, so that they can be told apart in grey
 import html
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from mars_platform import __version__
-from mars_platform.cli.report import write_picture, writing
+from mars_platform.cli.report import writing
 
 COLOURS = ("#0b3c5d", "#d9822b", "#7a1f3d", "#3f9e8c", "#5b4b8a", "#8fb8de", "#000000", "#9aa0a6")
 """Colours of lines in order; neighbours differ by a tenth of the range of brightness or more."""
@@ -31,7 +30,7 @@ _DASHES: tuple[Any, ...] = (
     (0, (1, 1)),
     (0, (8, 3)),
 )
-STYLE: dict[str, Any] = {
+STYLE: dict[Any, Any] = {
     "axes.prop_cycle": cycler(color=COLOURS) + cycler(linestyle=_DASHES),
     "axes.grid": True,
     "axes.spines.top": False,
@@ -42,6 +41,7 @@ STYLE: dict[str, Any] = {
     "grid.alpha": 0.3,
     "legend.framealpha": 0.8,
     "lines.linewidth": 1.4,
+    "savefig.dpi": 110,
     "svg.hashsalt": "marsray",
 }
 """Parameters of matplotlib for every diagram."""
@@ -68,12 +68,6 @@ footer {{ color: #555; font-size: 13px; }}
 </body>
 </html>
 """
-
-
-def house_style() -> AbstractContextManager[None]:
-    """Return a context in which diagrams get the house style."""
-    context: AbstractContextManager[None] = mpl.rc_context(STYLE)  # type: ignore[arg-type]
-    return context
 
 
 def write_page(path: Path, title: str, figure: Figure, show: Callable[[Console], None]) -> None:
@@ -117,9 +111,10 @@ def write_pictures(
     """
     if plot is None and page is None:
         return
-    with house_style():
+    with mpl.rc_context(STYLE):
         figure = draw()
         if plot is not None:
-            write_picture(plot, figure)
+            with writing(plot):
+                figure.savefig(plot)
         if page is not None:
             write_page(page, title, figure, show)

@@ -25,11 +25,9 @@ from mars_platform.statistics import Estimate
 
 if TYPE_CHECKING:  # loading matplotlib takes long, and most reports draw nothing
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 STANDARD_OUTPUT = Path("-")
 """Path that stands for standard output where a file of figures is named."""
-_DOTS_PER_INCH = 110
 
 
 @dataclass(frozen=True)
@@ -162,16 +160,6 @@ def write_json(path: Path, content: Any, indent: int = 1) -> None:
         return
     with writing(path):
         path.write_text(text + "\n", encoding="utf-8")
-
-
-def write_picture(path: Path, figure: Figure) -> None:
-    """Write a figure to a picture file; the suffix of the path names the format.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    with writing(path):
-        figure.savefig(path, dpi=_DOTS_PER_INCH)
 
 
 def finish_axes(

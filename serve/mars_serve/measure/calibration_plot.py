@@ -9,7 +9,7 @@ from mars_platform.checkpoint.calibration import Bin
 from mars_platform.cli.report import finish_axes
 from mars_serve.measure.calibration.collect import MeasuredCalibration
 from mars_serve.measure.frontier.measure import MeasuredFrontier
-from mars_serve.measure.frontier.plot import draw_gains, draw_quality
+from mars_serve.measure.frontier.report import name_of_rung, rungs_of
 
 
 def picture_of(title: str, measured: MeasuredCalibration, frontier: MeasuredFrontier) -> Figure:
@@ -24,8 +24,8 @@ def picture_of(title: str, measured: MeasuredCalibration, frontier: MeasuredFron
     after_bins = [diagram.after for diagram in diagrams]
     _draw(after, "reliability after", list(zip(after_bins, temperatures, strict=True)))
     before.set_ylabel("share of proposed tokens that are right")
-    draw_quality(quality, frontier)
-    draw_gains(gains, frontier)
+    _draw_quality(quality, frontier)
+    _draw_gains(gains, frontier)
     figure.suptitle(title, fontsize="medium")
     return figure
 
@@ -43,3 +43,56 @@ def _draw(axes: Axes, title: str, lines: Sequence[tuple[list[Bin], float]]) -> N
                 label=f"depth {depth}, T = {temperature:.2f}",
             )
     finish_axes(axes, title=title, x="confidence (mean of the bin)", legend="lower right")
+
+
+def _draw_quality(axes: Axes, measured: MeasuredFrontier) -> None:
+    """Draw quality with its interval over tokens per forward pass, with τ beside the points."""
+    for mode, marker in (("ar", "s"), ("threshold", "o"), ("exact", "D")):
+        points = [point for point in measured.frontier.points if point.mode == mode]
+        below = [point.quality - point.quality_low for point in points]
+        above = [point.quality_high - point.quality for point in points]
+        speeds = [point.tokens_per_forward for point in points]
+        qualities = [point.quality for point in points]
+        axes.errorbar(
+            speeds, qualities, yerr=[below, above], fmt=marker, markersize=4, capsize=3, label=mode
+        )
+    for point in measured.frontier.points:
+        if point.mode == "threshold":
+            axes.annotate(
+                f"{point.threshold:g}",
+                (point.tokens_per_forward, point.quality),
+                xytext=(4, 4),
+                textcoords="offset points",
+                fontsize="small",
+            )
+    finish_axes(
+        axes,
+        title="quality by τ, with 95% intervals",
+        x="tokens a forward pass",
+        y=f"{measured.frontier.measure}, %",
+        legend="best",
+    )
+
+
+def _draw_gains(axes: Axes, measured: MeasuredFrontier) -> None:
+    """Draw gains over the base of each batch, with a ring at each break-even batch."""
+    capacity = measured.capacity
+    axes.axhline(1.0, color="grey", linestyle=":", linewidth=1)
+    last = 4 * measured.max_num_seqs
+    batches = range(1, last + 1)
+    for _, rung in rungs_of(measured):
+        gains = [capacity.gain(rung, batch) for batch in batches]
+        (line,) = axes.plot(batches, gains, label=name_of_rung(rung), linewidth=1)
+        even = capacity.break_even_batch(rung)
+        if 1 <= even <= last:
+            axes.plot([even], [capacity.gain(rung, even)], "o", mfc="none", color=line.get_color())
+    axes.axvline(measured.max_num_seqs, color="grey", linewidth=0.5)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    finish_axes(
+        axes,
+        title="speed over the fastest lossless mode; rings mark break-even",
+        x=f"rows of a step (max_num_seqs is {measured.max_num_seqs})",
+        y="times as fast",
+        legend="best",
+    )

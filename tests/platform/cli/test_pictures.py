@@ -7,11 +7,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from matplotlib import rc_context
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from mars_platform.cli.pictures import COLOURS, STYLE, house_style, write_pictures
+from mars_platform.cli.pictures import COLOURS, STYLE, write_pictures
 from mars_platform.errors import UserError
 
 
@@ -33,7 +34,7 @@ def test_neighbouring_lines_differ_in_greyscale() -> None:
     assert all(abs(brightness(a) - brightness(b)) > 0.1 for a, b in pairwise(COLOURS))
     cycle = list(STYLE["axes.prop_cycle"])
     assert len({str(each["linestyle"]) for each in cycle}) == len(cycle) == len(COLOURS)
-    with house_style():
+    with rc_context(STYLE):
         [line] = draw().axes[0].lines
     assert line.get_color() == COLOURS[0]
 

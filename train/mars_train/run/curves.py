@@ -9,21 +9,24 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from mars_platform.cli.pictures import house_style, write_pictures
-from mars_platform.cli.report import Column, finish_axes, table_of, write_picture
+from mars_platform.cli.pictures import write_pictures
+from mars_platform.cli.report import Column, finish_axes, table_of
 from mars_train.stage.history import TrainingHistory
 
 _SMOOTHED_SHARE = 50
 
 
-def plot_curves(histories: Mapping[str, TrainingHistory], path: Path) -> None:
-    """Plot the curves of stages into a file, whose suffix gives the format; see `picture_of`."""
-    with house_style():
-        write_picture(path, picture_of(histories))
+def write_curves(
+    histories: Mapping[str, TrainingHistory],
+    *,
+    title: str = "",
+    plot: Path | None = None,
+    page: Path | None = None,
+) -> None:
+    """Draw the curves of stages into a picture, or into an HTML page with the last scores of each.
 
-
-def write_curves_page(title: str, histories: Mapping[str, TrainingHistory], path: Path) -> None:
-    """Write an HTML page with the curves of stages, and the last scores of each."""
+    See `picture_of`; the picture's suffix names its format, and ``title`` is the page's.
+    """
 
     def show(console: Console) -> None:
         columns = [
@@ -42,7 +45,7 @@ def write_curves_page(title: str, histories: Mapping[str, TrainingHistory], path
         console.print(table_of(columns, rows))
 
     draw = partial(picture_of, histories)
-    write_pictures(draw, title=title, show=show, plot=None, page=path)
+    write_pictures(draw, title=title, show=show, plot=plot, page=page)
 
 
 def picture_of(histories: Mapping[str, TrainingHistory]) -> Figure:

@@ -28,9 +28,10 @@ def run_recipe(recipe: Recipe, console: Console, page: Path | None = None) -> Pa
     else:
         _run(directory, console)
     if page is not None:
-        from mars_train.run.curves import write_curves_page  # loads matplotlib
+        from mars_train.run.curves import write_curves  # loads matplotlib
 
-        write_curves_page(f"marsray train: {directory.path.name}", directory.histories(), page)
+        title = f"marsray train: {directory.path.name}"
+        write_curves(directory.histories(), title=title, page=page)
     return directory.model
 
 

@@ -42,7 +42,7 @@ from mars_train.data.row_report import refuse_few_rows
 from mars_train.data.token_store import TokenStore
 from mars_train.method.batches import num_steps
 from mars_train.recipe import GenerateStage, MarsStage, Recipe, Stage, TrainedStage
-from mars_train.run.curves import plot_curves
+from mars_train.run.curves import write_curves
 from mars_train.run.generation import STORE, Generation
 from mars_train.run.notice_board import shown_progress
 from mars_train.run.preparation import Start
@@ -256,7 +256,7 @@ class _Run:
 
     def _plot(self) -> None:
         """Plot the curves of the stages trained so far."""
-        plot_curves(self.directory.histories(), self.directory.curves)
+        write_curves(self.directory.histories(), plot=self.directory.curves)
 
 
 def work_to_come(recipe: Recipe, stage: Stage, num_rows: int) -> float:
