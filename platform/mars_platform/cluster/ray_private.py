@@ -117,60 +117,37 @@ def busy_node_variables() -> dict[str, str]:
     }
 
 
-def _patient_proxy_variables() -> dict[str, str]:
-    """Return the environment in which Serve waits longer for a proxy that starts.
+def _serve_variables(guard: str) -> dict[str, str]:
+    """Return the part of Serve's environment that does not depend on the kind of proxy.
 
-    Relies on internal settings. By default Serve ends a proxy that is not ready in 5 s, and a proxy
-    gives its HAProxy 30 s; ``serve.start`` itself waits for 60 s, which no setting changes.
+    RAY_SERVE_THROUGHPUT_OPTIMIZED is documented, the other variables are internal settings.
+    ``guard`` is the import path of a function that Serve calls wherever it starts an HTTP server.
+    It returns middleware that runs before Serve reads a request.
     """
     return {
+        # the option ``middlewares`` of ``serve.start`` was removed
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": guard,
+        # By default Serve ends a proxy that is not ready in 5 s, and a proxy gives its HAProxy
+        # 30 s; ``serve.start`` itself waits for 60 s, which no setting changes.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
         "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "55",
+        # By default unhealthy replicas are drained, for as long as ``drain_s`` allows, and a
+        # replica that hangs never drains.
+        "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+        # With .1 s, the default, an idle controller takes 4% of a core. All threads of an engine's
+        # step wait for the one that it interrupts.
+        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     }
-
-
-def _guard_variables(guard: str) -> dict[str, str]:
-    """Return the variable that names a function to call wherever Serve starts an HTTP server.
-
-    The function returns middleware that runs before Serve reads a request. Relies on an internal
-    setting: the option ``middlewares`` of ``serve.start`` was removed.
-    """
-    return {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": guard}
-
-
-def _replacement_variables() -> dict[str, str]:
-    """Return the variable that makes Serve end unhealthy replicas at once.
-
-    Relies on an internal setting. By default they are drained, for as long as ``drain_s`` allows,
-    and a replica that hangs never drains.
-    """
-    return {"RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1"}
-
-
-def _idle_variables() -> dict[str, str]:
-    """Return the variable that makes Serve's controller look after deployments less often.
-
-    Relies on an internal setting, .1 s by default, with which an idle controller takes 4% of a
-    core. All threads of an engine's step wait for the one that it interrupts.
-    """
-    return {"RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5"}
 
 
 def python_proxy_variables(*, guard: str) -> dict[str, str]:
     """Return the environment of a cluster whose requests come in through Serve's Python proxies.
 
-    RAY_SERVE_THROUGHPUT_OPTIMIZED is documented and turns direct ingress on;
-    RAY_SERVE_ENABLE_DIRECT_INGRESS, which turns it off again, is internal. ``guard`` is the import
-    path of a function that guards each HTTP server.
+    RAY_SERVE_ENABLE_DIRECT_INGRESS, which is internal, turns off what
+    RAY_SERVE_THROUGHPUT_OPTIMIZED turns on. ``guard`` is explained at `_serve_variables`.
     """
-    return {
-        **_patient_proxy_variables(),
-        **_guard_variables(guard),
-        **_replacement_variables(),
-        **_idle_variables(),
-        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-        "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
-    }
+    return {**_serve_variables(guard), "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}
 
 
 def haproxy_variables(
@@ -184,12 +161,12 @@ def haproxy_variables(
 ) -> dict[str, str]:
     """Return the environment of a cluster whose requests come in through HAProxy.
 
-    The first two variables are documented, the others are internal: Serve's public options have
-    neither the place of HAProxy's files nor its timeouts.
+    RAY_SERVE_ENABLE_HA_PROXY is documented, the other variables here are internal: Serve's public
+    options have neither the place of HAProxy's files nor its timeouts.
 
     Args:
         launcher: program that Serve starts as HAProxy; HAProxy's files are put beside it.
-        guard: import path of a function that guards each HTTP server behind HAProxy.
+        guard: explained at `_serve_variables`.
         hard_stop_s: seconds that a HAProxy process replaced by a reload may finish its streams in.
         num_threads: threads of a HAProxy process.
         min_draining_s: seconds that an ingress replica told to stop still accepts requests.
@@ -198,11 +175,7 @@ def haproxy_variables(
     """
     directory = launcher.parent
     return {
-        **_patient_proxy_variables(),
-        **_guard_variables(guard),
-        **_replacement_variables(),
-        **_idle_variables(),
-        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        **_serve_variables(guard),
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(launcher),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(directory / "haproxy.cfg"),
