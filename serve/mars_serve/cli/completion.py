@@ -11,7 +11,7 @@ from mars_platform.checkpoint.adapted import read_model
 from mars_platform.cli.shading import print_shaded
 from mars_platform.data.prompt_encoding import PromptEncoder
 from mars_platform.errors import UserError
-from mars_platform.method.mode import Mode, check_threshold, default_mode
+from mars_platform.method.mode import Mode, default_mode
 from mars_serve.api.incoming.options import draw_seed
 from mars_serve.api.text import OutputText, StopRules, encode
 from mars_serve.cli.options import GenerateOptions
@@ -25,7 +25,6 @@ from mars_serve.engine.decoding_options import (
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
-from mars_serve.measure.options import check_sampling
 
 _DEFAULT_TOKENS = 256
 _THRESHOLD = 0.95
@@ -57,8 +56,6 @@ def generate_once(options: GenerateOptions) -> LocalCompletion:
     Raises:
         UserError: the model or an option is unusable.
     """
-    if options.threshold is not None:
-        check_threshold("--threshold", options.threshold)
     sampling = _sampling(options)
     if "" in options.stop:
         raise UserError("--stop: an empty string is everywhere; leave it out")
@@ -91,9 +88,7 @@ def _sampling(options: GenerateOptions) -> Sampling:
     seed = options.seed
     if seed is None:
         seed = draw_seed() if options.temperature else 0
-    sampling = Sampling(temperature=options.temperature, top_p=options.top_p, seed=seed)
-    check_sampling(sampling)
-    return sampling
+    return Sampling(temperature=options.temperature, top_p=options.top_p, seed=seed)
 
 
 def read_json_schema(file: Path) -> GrammarSpec:

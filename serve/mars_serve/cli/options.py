@@ -24,7 +24,7 @@ class GenerateOptions(Settings):
     adapter: Adapter = None
     mode: Mode | None = None
     """Decoding mode; by default threshold with --threshold, else exact."""
-    threshold: float | None = None
+    threshold: float | None = Field(default=None, gt=0, le=1)
     """Confidence threshold in (0, 1]; 0.95 in mode threshold."""
     temperature: Temperature = 0.0
     top_p: TopP = 1.0

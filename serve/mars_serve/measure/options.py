@@ -12,7 +12,6 @@ from pydantic import Field
 from mars_platform.checkpoint.number_type import NumberType
 from mars_platform.cli.options import complete_directories
 from mars_platform.config import Settings
-from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_serve.engine.decoding_options import Outcomes, Sampling
 
@@ -37,24 +36,16 @@ Dtype = Annotated[
     NumberType | None,
     typer.Option(help="Type of the weights; by default the one that the model is stored in."),
 ]
-Temperature = Annotated[float, typer.Option(help="Sampling temperature in [0, 2]; 0 is greedy.")]
-TopP = Annotated[
-    float, typer.Option(help="Probability of the likeliest tokens to sample from, in (0, 1].")
+Temperature = Annotated[
+    float,
+    Field(ge=0, le=2),  # as in REST requests
+    typer.Option(help="Sampling temperature in [0, 2]; 0 is greedy."),
 ]
-_MAX_TEMPERATURE = 2.0  # same as in REST requests
-
-
-def check_sampling(sampling: Sampling) -> None:
-    """Refuse a temperature or top-p that is out of range.
-
-    Raises:
-        UserError: one is; the message names its option.
-    """
-    if not 0.0 <= sampling.temperature <= _MAX_TEMPERATURE:
-        limits = f"[0, {_MAX_TEMPERATURE:g}]"
-        raise UserError(f"--temperature: {sampling.temperature} is not in {limits}; 0 is greedy")
-    if not 0.0 < sampling.top_p <= 1.0:
-        raise UserError(f"--top-p: {sampling.top_p} is not in (0, 1]; 1 is all tokens")
+TopP = Annotated[
+    float,
+    Field(gt=0, le=1),
+    typer.Option(help="Probability of the likeliest tokens to sample from, in (0, 1]."),
+]
 
 
 class _MeasureOptions(Settings):

@@ -83,7 +83,7 @@ def test_help_is_shown_without_a_command(capsys, arguments):
         (["generate", "./nothing", "--prompt", "x"], "there is no directory ./nothing"),
         (["generate", ".", "--prompt", "x"], "holds no config.json"),
         *(
-            (["generate", "./nothing", "--prompt", "x", "--threshold", value], "--threshold")
+            (["generate", "./nothing", "--prompt", "x", "--threshold", value], "threshold")
             for value in ("0", "-1", "1.01", "nan")
         ),
     ],

@@ -11,8 +11,8 @@ from pydantic import Field
 
 from mars_platform.cli.options import AsJson, complete_directories, with_options
 from mars_platform.config import Settings
-from mars_platform.method.mode import Mode, check_threshold
-from mars_serve.measure.options import Adapter
+from mars_platform.method.mode import Mode
+from mars_serve.measure.options import Adapter, Temperature
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,12 +33,11 @@ class ChatOptions(Settings):
     adapter: Adapter = None
     mode: Mode | None = None
     """Decoding mode; by default threshold with a τ, else the model's own."""
-    threshold: float | None = None
+    threshold: float | None = Field(default=None, gt=0, le=1)
     """Confidence threshold in (0, 1]; by default the model's."""
     system: str = ""
     """Instruction at the beginning."""
-    temperature: float = Field(default=0.0, ge=0, le=2)
-    """Sampling temperature; 0 is greedy."""
+    temperature: Temperature = 0.0
     max_tokens: int | None = Field(default=None, ge=1)
     """Largest number of tokens of an answer."""
     key_env: str | None = None
@@ -58,12 +57,11 @@ def chat(options: ChatOptions, as_json: AsJson = False) -> None:
     from mars_serve.cli.chat.answer import DecodingChoice
     from mars_serve.cli.chat.conversation import ChatConversation
 
-    threshold = options.threshold
-    if threshold is not None:
-        check_threshold("--threshold", threshold)
     found = _model(options)
     console, errors = Console(), Console(stderr=True)
-    choice = DecodingChoice(options.mode, threshold, options.max_tokens, options.temperature)
+    choice = DecodingChoice(
+        options.mode, options.threshold, options.max_tokens, options.temperature
+    )
     conversation = ChatConversation(
         found, console, choice=choice, system=options.system, as_json=as_json
     )

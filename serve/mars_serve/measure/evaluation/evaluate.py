@@ -25,7 +25,7 @@ from mars_serve.measure.evaluation.decoding import (
 )
 from mars_serve.measure.evaluation.items import EvalItem, read_items
 from mars_serve.measure.evaluation.scoring import Score, score
-from mars_serve.measure.options import DEFAULT_THRESHOLDS, EvalOptions, check_sampling
+from mars_serve.measure.options import DEFAULT_THRESHOLDS, EvalOptions
 
 _WARM_UP_TOKENS = 4
 
@@ -61,7 +61,6 @@ def evaluate(options: EvalOptions, console: Console) -> Evaluation:
     """
     for threshold in options.thresholds:
         check_threshold("--threshold", threshold)
-    check_sampling(options.sampling)
     device, dtype = device_and_dtype(options.device, options.dtype, options.model)
     checkpoint = read_model(options.model, options.adapter)
     settings = settings_to_run(checkpoint, options)
