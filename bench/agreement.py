@@ -10,8 +10,6 @@ better than they are. The speed is that of the engine with its own choice of mas
 decode the same prompts in turn.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The engine: requests in, steps, accepted tokens out."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence

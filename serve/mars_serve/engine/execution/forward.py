@@ -1,7 +1,5 @@
 """One forward pass over a step's rows, and the tokens accepted from it."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

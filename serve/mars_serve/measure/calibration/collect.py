@@ -4,8 +4,6 @@ Each conversation is decoded in mode ar, and tokens are then proposed along that
 `observe`. The fit is `mars_platform.checkpoint.calibration`'s.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol

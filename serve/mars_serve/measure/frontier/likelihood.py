@@ -1,7 +1,5 @@
 """Computes log-likelihoods of outputs under the model in plain AR decoding."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 
