@@ -34,16 +34,24 @@ class AttentionCase(NamedTuple):
     """Query heads and key/value heads."""
     head_dim: int = 64
     page_size: int = 64
+    rotated: int = 0
+    """Numbers of a key behind those that are its value, if it holds it."""
 
 
 _ROWS: tuple[RowShape, ...] = ((700, 1, (4,)), (0, 3, (2, 1)), (256, 2, (0,)), (9, 1, (4, 4, 2)))
-_TINY_CASES = [AttentionCase(((20, 1, (4,)), (0, 3, (2, 1))), (4, 2), 16, 8)]
+_TINY_CASES = [
+    AttentionCase(((20, 1, (4,)), (0, 3, (2, 1))), heads, 16, 8, rotated)
+    for heads, rotated in (((4, 2), 0), ((4, 1), 8))
+]
 _CASES = [
     AttentionCase(_ROWS),
     AttentionCase(_ROWS, (28, 4), 128),
     AttentionCase(_ROWS, (32, 8), 128, 256),
     AttentionCase(_ROWS, (8, 8), 80, 16),
     AttentionCase(_ROWS, (4, 1), 256, 48),
+    AttentionCase(_ROWS, (16, 2), 512),
+    AttentionCase(_ROWS, (20, 1), 512, rotated=64),
+    AttentionCase(_ROWS, (128, 1), 512, rotated=64),
     AttentionCase(((4000, 1, (4,)),), (28, 4), 128, 256),
     AttentionCase(tuple((40 * row, 1, (4, 3, 2, 1, 1)) for row in range(32)), (28, 4), 128),
     AttentionCase(((0, 300, (0,)), (300, 200, (3,))), (14, 2), 64),
@@ -98,7 +106,8 @@ def _attention_difference(case: AttentionCase, device: torch.device, dtype: torc
     heads, kv_heads = case.heads
     longest = max(cached + tokens + len(masks) for cached, tokens, masks in case.rows)
     per_row = -(-longest // case.page_size)
-    group = LayerGroup(1, heads, kv_heads, case.head_dim, case.head_dim)
+    key_dim, is_latent = case.head_dim + case.rotated, case.rotated > 0
+    group = LayerGroup(1, heads, kv_heads, key_dim, case.head_dim, value_in_key=is_latent)
     sizes = {
         "num_pages": per_row * len(case.rows),
         "page_size": case.page_size,
@@ -112,13 +121,14 @@ def _attention_difference(case: AttentionCase, device: torch.device, dtype: torc
         if not rows:
             continue
         batch = build_batch(rows, _MASK)
-        by_head = torch.randn(heads + 2 * kv_heads, len(batch.ids), case.head_dim).to(dtype)
+        by_head = torch.randn(heads + 2 * kv_heads, len(batch.ids), key_dim).to(dtype)
         outputs = []
         for attention, numbers in ((ours, by_head.to(device)), (oracle, by_head.float())):
             parts = numbers.transpose(0, 1).split([heads, kv_heads, kv_heads], dim=1)
             query, key, value = (
                 parts if attention is ours else [each.contiguous() for each in parts]
             )
+            value = (key if is_latent else value)[..., : case.head_dim]
             metadata = attention.prepare(batch)
             output = attention.attend(0, query, key, value, case.head_dim**-0.5, metadata)
             outputs.append(output[: batch.num_positions])

@@ -26,7 +26,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from mars_serve.engine.attention import paged
 from mars_serve.engine.kernels import attention_triton
+from mars_serve.engine.kernels.attention import LARGE_MEMORY
 
 CAPABILITIES = ("8.0", "8.9", "9.0", "10.0")
 SHARED = {(8, 0): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227}
@@ -45,6 +47,7 @@ class Kernel:
 def recorded(launch: Launch, capability: tuple[int, int]) -> list[Kernel]:
     """Return the kernels that a launcher launches on a GPU of a compute capability."""
     kernels: list[Kernel] = []
+    is_large = capability in LARGE_MEMORY
 
     def run(function: Any, *arguments: Any, **options: Any) -> None:
         del options["grid"], options["warmup"]
@@ -52,7 +55,8 @@ def recorded(launch: Launch, capability: tuple[int, int]) -> list[Kernel]:
 
     with (
         patch.object(JITFunction, "run", run),
-        patch.object(attention_triton, "_capability", lambda _: capability),
+        patch.object(attention_triton, "has_large_memory", lambda _: is_large),
+        patch.object(paged, "has_large_memory", lambda _: is_large),
     ):
         launch()
     return kernels

@@ -41,32 +41,33 @@ class Attention:
     has_window: bool = False
     softcap: float | None = None
     sinks: bool = False
+    rotated: int = 0
+    """Numbers of a key behind those that are its value, which is not cached then."""
 
     def __call__(self) -> Tensor:
         """Launch the kernels."""
-        tiling = replace(
-            tiling_of(
-                LayerGroup(1, self.heads, self.kv_heads, self.head_dim, self.head_dim),
-                self.page_size,
-                self.dtype,
-                torch.device("meta"),
-            ),
-            num_pieces=max(1, MULTIPROCESSORS // self.kv_heads),
+        group = LayerGroup(
+            *(1, self.heads, self.kv_heads, self.head_dim + self.rotated, self.head_dim),
+            value_in_key=self.rotated > 0,
         )
+        tiling = tiling_of(group, self.page_size, self.dtype, torch.device("meta"))
+        tiling = replace(tiling, num_pieces=max(1, MULTIPROCESSORS * tiling.heads // self.heads))
         shape = StepShape(self.positions, self.rows, -(-self.context // self.page_size))
         with torch.device("meta"):
             parts = [  # by head, as transformers has them
-                torch.empty(heads, self.positions, self.head_dim, dtype=self.dtype).transpose(0, 1)
+                torch.empty(heads, self.positions, group.key_dim, dtype=self.dtype).transpose(0, 1)
                 for heads in (self.heads, self.kv_heads, self.kv_heads)
             ]
             pages = torch.empty(
-                2, 9, self.page_size, self.kv_heads, self.head_dim, dtype=self.pages or self.dtype
+                2, 9, self.page_size, self.kv_heads, group.key_dim, dtype=self.pages or self.dtype
             )
             numbers = partial(torch.empty, dtype=torch.long)
             scale = 1.0 if self.pages is None else 0.5
             return attention_triton.paged_attention(
-                *parts,
-                *pages,
+                *parts[:2],
+                parts[2][..., : self.head_dim],
+                pages[0],
+                pages[1, ..., : self.head_dim],
                 numbers(self.rows, shape.num_pages),
                 *(numbers(self.positions) for _ in range(3)),
                 numbers(tiling.most_pieces(shape), PIECE_FIELDS),
@@ -126,6 +127,15 @@ LAUNCHES: dict[str, Launch] = {
     "attention head 96": Attention(32, 8, 96, positions=64, rows=8),
     "attention head 256": Attention(16, 8, 256, positions=64, rows=8),
     "attention head 256 prompt": Attention(16, 8, 256, positions=2048),
+    "attention head 512": Attention(16, 2, 512, positions=64, rows=8),
+    "attention head 512 ar": Attention(8, 1, 512, positions=1),
+    "attention float32 head 512": Attention(16, 2, 512, positions=9, dtype=torch.float32),
+    "attention latents": Attention(128, 1, 512, positions=64, rows=8, rotated=64),
+    "attention latents 16 heads ar": Attention(16, 1, 512, positions=1, rotated=64),
+    "attention latents 20 heads ar": Attention(20, 1, 512, positions=1, rotated=64),
+    "attention float32 latents": Attention(
+        20, 1, 512, positions=9, dtype=torch.float32, rotated=64
+    ),
     "attention float16": Attention(28, 4, 128, positions=9, dtype=torch.float16),
     "attention float32": Attention(28, 4, 128, positions=9, dtype=torch.float32),
     "attention float32 prompt": Attention(28, 4, 128, positions=2048, dtype=torch.float32),
@@ -145,6 +155,7 @@ LAUNCHES: dict[str, Launch] = {
 }
 QUICK = (
     "attention 7B decoding",
+    "attention latents",
     "attention window and sinks",
     "adapter 7B MLP",
     "proposals",

@@ -13,7 +13,7 @@ from mars_serve.engine.attention.interface import Attention, LayerGroup
 from mars_serve.engine.batch import BatchRow, build_batch
 from mars_serve.engine.request import Draft
 
-MASK, SCALING = 3, 0.125
+MASK = 3
 RowShape = tuple[int, int, tuple[int, ...]]
 """Cached tokens of a row, tokens that it feeds, and its masks by outcome."""
 
@@ -46,7 +46,7 @@ class AttentionStep:
             chunk=chunk,
             value_in_key=value_in_key,
         )
-        self.softcap = softcap
+        self.softcap, self.scaling = softcap, head_dim**-0.5
         self.sinks = torch.randn(num_heads, dtype=dtype, device=device) if has_sinks else None
         self.types = {"dtype": dtype, "device": device}
         self.page_size = page_size
@@ -86,7 +86,7 @@ class AttentionStep:
             part[0, : self.num_pages] = pages
         metadata = attention.prepare(self.batch)
         output = attention.attend(
-            *(0, self.query, self.key, self.value, SCALING, metadata, self.softcap, self.sinks)
+            *(0, self.query, self.key, self.value, self.scaling, metadata, self.softcap, self.sinks)
         )
         return output[: self.batch.num_positions]
 
@@ -125,7 +125,7 @@ class AttentionStep:
             seen *= positions // self.group.chunk == own_positions // self.group.chunk
         for part in (keys, values):  # what no query of the row sees may be anything
             part[: row.num_cached][~seen.bool().any(0)[: row.num_cached]] = 0.0
-        scores = torch.einsum("qhd,khd->hqk", queries, keys) * SCALING
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) * self.scaling
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         scores = scores.masked_fill(~seen.bool(), -torch.inf)

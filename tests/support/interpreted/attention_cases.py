@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decoding.attention_steps import SCALING, AttentionStep, RowShape
+from decoding.attention_steps import AttentionStep, RowShape
 from mars_serve.engine.attention.paged import PagedAttention, PagedMetadata
 from mars_serve.engine.attention.plan import StepShape
 
@@ -63,6 +63,7 @@ def _cases() -> Iterator[Case]:
         yield Case(f"prompt of {tokens} after {cached}", ((cached, tokens, (0,)),), block_n=32)
     yield from _cases_of_sizes()
     yield from _cases_of_cuts()
+    yield from _cases_of_wide_heads()
     for seed in range(10):
         yield _random_case(seed)
 
@@ -110,6 +111,25 @@ def _cases_of_cuts() -> Iterator[Case]:
         yield Case(f"room for {room}", ((40, 1, (3,)), (3, 2, (0,))), room=room, num_pieces=3)
     for pieces in (2, 5, 9, 40):
         yield Case(f"{pieces} pieces", ((150, 1, (2,)), (20, 1, (0,))), num_pieces=pieces)
+
+
+def _cases_of_wide_heads() -> Iterator[Case]:
+    """Latents as in DeepSeek V3 and GLM 4.7 Flash, and heads as in Gemma 4."""
+    for heads, pieces in product((16, 20, 128), (1, 4)):
+        yield Case(
+            f"latents of 512 and 64 numbers, {heads} heads, {pieces} pieces",
+            ((40, 1, (1,)),),
+            heads=(heads, 1),
+            head_dim=576,
+            value_dim=512,
+            num_pieces=pieces,
+            value_in_key=True,
+            has_8_bit_pages=heads == 20,
+        )
+    for window, pieces in product((None, 9), (1, 4)):
+        name = f"heads of 512, window {window}, {pieces} pieces"
+        rows = ((40, 2, (2,)), (0, 3, (1,)))
+        yield Case(name, rows, heads=(4, 2), head_dim=512, window=window, num_pieces=pieces)
 
 
 def _random_case(seed: int) -> Case:
@@ -190,7 +210,7 @@ def difference(case: Case) -> float:
         metadata.positions,
         metadata.pieces,
         metadata.combine,
-        SCALING,
+        step.scaling,
         tiling.block_m(shape),
         tiling.block_n,
         tiling.num_slots(shape),

@@ -65,6 +65,7 @@ def _checkpoint(path: Path) -> Iterator[Finding]:
     from mars_platform.mixing.latent import absorb
     from mars_platform.mixing.probe import record
     from mars_serve.cli.doctor import layers
+    from mars_serve.engine.attention.interface import group_layers
 
     checkpoint = read_checkpoint(path)
     with torch.device("meta"):
@@ -88,7 +89,7 @@ def _checkpoint(path: Path) -> Iterator[Finding]:
     kind = f"block size {mars.block_size}" if mars else "plain AR"
     found = f"{type(model).__name__}, {num / 1e6:,.1f}M weights in {dtype}, {kind}"
     yield Finding("checkpoint", "ok", found)
-    yield _path_served(dtype, max(max(spec.key_dim, spec.value_dim) for spec in specs))
+    yield _path_served(dtype, max(group.head_dim for group in group_layers(specs)[0]))
     yield layers.works(model, has_masks=mars is not None)
     try:
         check_chat_template(path)

@@ -34,6 +34,16 @@ class LayerGroup:
         return self.heads // self.kv_heads
 
     @property
+    def head_dim(self) -> int:
+        """Most numbers of a key or value that a matrix product takes at once.
+
+        Up to 64 numbers of a key behind its value are taken apart.
+        """
+        rest = self.key_dim - self.value_dim
+        is_apart = self.value_in_key and rest <= 64
+        return max(self.value_dim, rest if is_apart else self.key_dim)
+
+    @property
     def elements_per_token(self) -> int:
         """Most elements of a token's keys and values over all layers, padding included."""
         num_parts = 1 if self.value_in_key else 2

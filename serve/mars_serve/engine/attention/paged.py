@@ -24,7 +24,12 @@ from mars_serve.engine.attention.plan import (
 )
 from mars_serve.engine.batch import BatchRow, StepBatch
 from mars_serve.engine.device.transfer import host_numbers, to_device
-from mars_serve.engine.kernels.attention import COMBINE_FIELDS, PIECE_FIELDS
+from mars_serve.engine.kernels.attention import (
+    COMBINE_FIELDS,
+    PIECE_FIELDS,
+    has_large_memory,
+    heads_of_tile,
+)
 
 _CPU_PIECES = 4
 """Pieces that keep a device without streaming multiprocessors busy."""
@@ -210,31 +215,33 @@ def tiling_of(
     group: LayerGroup, page_size: int, dtype: torch.dtype, device: torch.device
 ) -> Tiling:
     """Return how to cut steps of a model on a device."""
-    head_dim = max(group.key_dim, group.value_dim)
     pieces = _CPU_PIECES
     if device.type == "cuda":
         pieces = torch.cuda.get_device_properties(device).multi_processor_count
+    largest_block = largest_block_of(group.head_dim, dtype)
+    heads = heads_of_tile(group.per_kv, largest_block)
     return Tiling(
-        per_kv=group.per_kv,
+        heads=heads,
         page_size=page_size,
-        block_n=block_n_of(head_dim, dtype),
-        num_pieces=max(1, pieces // group.kv_heads),
-        largest_block=largest_block_of(head_dim, dtype),
+        block_n=block_n_of(group, dtype, has_large_memory(device)),
+        num_pieces=max(1, pieces // (group.heads // heads)),
+        largest_block=largest_block,
     )
 
 
-def block_n_of(head_dim: int, dtype: torch.dtype) -> int:
-    """Return the keys in a block.
+def block_n_of(group: LayerGroup, dtype: torch.dtype, is_large: bool) -> int:
+    """Return the keys in a block, on a device with large shared memory or another one.
 
-    Blocks of 16 KiB fill shared memory well. In float32, which is multiplied without tensor cores,
-    the registers hold less.
+    Blocks of 16 KiB fill shared memory well, or of twice that where values are part of keys. In
+    float32, which is multiplied without tensor cores, the registers hold less.
     """
     numbers = 2048 if dtype == torch.float32 else 8192
-    return max(16, min(64, numbers // power_of_two(head_dim)))
+    numbers *= 1 + (group.value_in_key and is_large)
+    return max(16, min(64, numbers // power_of_two(group.head_dim)))
 
 
 def largest_block_of(head_dim: int, dtype: torch.dtype) -> int:
     """Return the most rows of a tile's matrix products whose results the registers hold."""
     if dtype == torch.float32:
-        return 32
+        return 32 if head_dim <= 256 else 16
     return 128 if head_dim <= 128 else 64

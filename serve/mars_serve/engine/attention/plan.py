@@ -48,15 +48,15 @@ def cached_pages(batch: StepBatch, page_size: int) -> int:
 class Tiling:
     """Sizes of tiles and pieces for a model on a device."""
 
-    per_kv: int
-    """Query heads of each key/value head, which a tile attends together."""
+    heads: int
+    """Query heads that a tile attends together, all or some of a key/value head's."""
     page_size: int
     block_n: int
     """Keys in a block."""
     num_pieces: int
-    """Pieces of a key/value head that give each multiprocessor of the device a program."""
+    """Pieces of a group of query heads that give each multiprocessor of the device a program."""
     largest_block: int = 128
-    """Most rows of a tile's matrix products, unless a key/value head has more query heads."""
+    """Most rows of a tile's matrix products."""
     fewest_blocks: int = 2
     """Blocks of keys below which a tile is not cut: combining would take longer."""
 
@@ -66,15 +66,15 @@ class Tiling:
         The rows of a decoding step are unknown beforehand: four rows of 8 positions have the same
         shape as 32 of one. So its tiles hold wide rows, whose pages are then read once.
         """
-        least = power_of_two(self.per_kv)
-        mean = self.per_kv * shape.num_positions // max(shape.num_rows, 1)
+        least = power_of_two(self.heads)
+        mean = self.heads * shape.num_positions // max(shape.num_rows, 1)
         most = _PROMPT_BLOCK if mean >= _PROMPT_BLOCK else _DECODING_BLOCK
-        all_queries = power_of_two(self.per_kv * shape.num_positions)
+        all_queries = power_of_two(self.heads * shape.num_positions)
         return max(_SMALLEST_BLOCK, least, min(most, all_queries, self.largest_block))
 
     def tile(self, shape: StepShape) -> int:
         """Return the most queries of a tile."""
-        return self.block_m(shape) // self.per_kv
+        return self.block_m(shape) // self.heads
 
     def wanted(self, shape: StepShape) -> int:
         """Return the pieces that keep the device busy, 1 if no tile of the shape is cut.

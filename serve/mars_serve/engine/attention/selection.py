@@ -20,7 +20,7 @@ from mars_serve.engine.settings import EngineSettings
 _log = logging.getLogger(__name__)
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_MAX_HEAD_DIM = 256
+_MAX_HEAD_DIM = 512
 _LEAST_CAPABILITY = 8
 """Major compute capability from which Triton multiplies matrices of bfloat16 and copies blocks
 asynchronously."""
@@ -41,7 +41,7 @@ def choose_attention(
     """
     groups, places = group_layers(specs)
     device, dtype = model.device, model.dtype
-    head_dim = max(max(group.key_dim, group.value_dim) for group in groups)
+    head_dim = max(group.head_dim for group in groups)
     reason = why_gathered(settings, device, dtype, head_dim=head_dim)
     options: dict[str, Any] = {"page_size": page_size, "dtype": dtype, "device": device}
     counts = [num_window_pages if group.is_bounded else num_pages for group in groups]

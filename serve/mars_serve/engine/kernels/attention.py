@@ -13,6 +13,7 @@ The twin computes densely in float32, tile by tile: slowly, and as the oracle of
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -26,6 +27,26 @@ last one is padding."""
 COMBINE_FIELDS = 3
 """Integers of a position: the first slot of its tile and their number, 0 if there is nothing to
 combine; and the position's rank in its tile."""
+
+LARGE_MEMORY = frozenset({(8, 0), (9, 0), (10, 0), (10, 3)})
+"""Compute capabilities whose blocks may take 160 KiB of shared memory or more; others have 99."""
+
+
+@cache
+def has_large_memory(device: torch.device) -> bool:
+    """Return whether a device's capability is in `LARGE_MEMORY`; those without one count as so."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) in LARGE_MEMORY
+
+
+def heads_of_tile(per_kv: int, block_m: int) -> int:
+    """Return how many query heads of a key/value head share a tile of ``block_m`` rows.
+
+    They are all of ``per_kv`` if they fit, or else the largest part that divides them.
+    """
+    return next(
+        per_kv // n for n in range(1, per_kv + 1) if per_kv % n == 0 and per_kv <= n * block_m
+    )
+
 
 SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor key_pages, Tensor value_pages, "
@@ -65,7 +86,8 @@ def paged_attention_twin(
         key: keys of the step itself.
         value: values of the step itself.
         key_pages: cached keys.
-        value_pages: cached values, which may be the first numbers of the cached keys.
+        value_pages: cached values; if they are the first numbers of the cached keys, so is
+            ``value`` of ``key``.
         page_table: pages of each row's cached tokens.
         leading: see `BatchRow.visible`, as for the next.
         own: the position sees those of its row before ``leading``, and from ``own`` to itself.
@@ -73,7 +95,7 @@ def paged_attention_twin(
         pieces: the work; see `PIECE_FIELDS`. Every query is in a tile.
         combine: see `COMBINE_FIELDS`.
         scaling: factor of the scores.
-        block_m: queries of a tile times the query heads of a key/value head, and room for more.
+        block_m: queries of a tile times its `heads_of_tile`, and room for more.
         block_n: keys in a block.
         num_slots: room for partial results; 0 if each tile is one piece.
         oldest: the first position that each query sees; None for 0. No earlier cached key or value

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decoding.attention_steps import SCALING, AttentionStep, RowShape
+from decoding.attention_steps import AttentionStep, RowShape
 from decoding.engine_requests import make_request
 from decoding.engines import Engines, Models, oracle, paged_attention, passes_of, run
 from mars_platform.checkpoint.directory import SpecialTokens
@@ -224,7 +224,7 @@ def test_no_bit_depends_on_the_cut_of_a_prompt(kind: Any) -> None:
             own = slice(num_cached, num_cached + len(part.batch.ids))  # padding is another's
             metadata = attention.prepare(part.batch)
             output = attention.attend(
-                *(0, step.query[own], step.key[own], step.value[own], SCALING, metadata),
+                *(0, step.query[own], step.key[own], step.value[own], step.scaling, metadata),
                 softcap=step.softcap,
                 sinks=step.sinks,
             )

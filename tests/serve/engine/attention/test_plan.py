@@ -26,7 +26,7 @@ ROWS = st.lists(
 )
 TILINGS = st.builds(
     Tiling,
-    per_kv=st.sampled_from([1, 2, 3, 7, 8, 40]),
+    heads=st.sampled_from([1, 2, 3, 7, 8, 40]),
     page_size=st.just(PAGE),
     block_n=st.sampled_from([3, 16]),
     num_pieces=st.integers(1, 60),
@@ -95,7 +95,7 @@ def test_pieces_cover_each_query_and_key_once(
 
 @pytest.mark.parametrize(("context", "pieces"), [(32768, 33), (1024, 9), (64, 1)])
 def test_one_long_row_is_cut_for_the_whole_device(context: int, pieces: int) -> None:
-    tiling = Tiling(per_kv=7, page_size=64, block_n=64, num_pieces=33)
+    tiling = Tiling(heads=7, page_size=64, block_n=64, num_pieces=33)
     request = make_request("", [5] * (context + 1), num_cached=context, pages=range(600))
     batch = build_batch([make_row(request, 1, (8,))], 3)
     found, _ = planned(batch, StepShape(10, 10, 512), tiling)
@@ -107,7 +107,7 @@ def test_one_long_row_is_cut_for_the_whole_device(context: int, pieces: int) -> 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 8, 20, 33])
 def test_rows_of_one_length_give_each_multiprocessor_one_piece_at_most(num_rows: int) -> None:
-    tiling = Tiling(per_kv=7, page_size=64, block_n=64, num_pieces=33)
+    tiling = Tiling(heads=7, page_size=64, block_n=64, num_pieces=33)
     rows = []
     for index in range(num_rows):
         request = make_request(str(index), [5] * 4105, num_cached=4104, pages=range(600))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from mars_serve.engine.settings import EngineSettings
 
 MASK, PAGE = 3, 64
 GROUP = LayerGroup(num_layers=1, heads=8, kv_heads=2, key_dim=64, value_dim=64)
+LATENTS = LayerGroup(1, heads=128, kv_heads=1, key_dim=576, value_dim=512, value_in_key=True)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +32,9 @@ GROUP = LayerGroup(num_layers=1, heads=8, kv_heads=2, key_dim=64, value_dim=64)
         ({"dtype": torch.float32, "head_dim": 80}, None),
         ({"dtype": torch.float64}, "float64"),
         ({"capability": 7}, "compute capability is 7"),
-        ({"head_dim": 512}, "head size is 512"),
+        ({"head_dim": 513}, "head size is 513"),
+        ({"head_dim": LATENTS.head_dim}, None),
+        ({"head_dim": replace(LATENTS, key_dim=640).head_dim}, "head size is 640"),
     ],
 )
 def test_a_refusal_names_its_reason(changes: dict[str, Any], words: str | None) -> None:
