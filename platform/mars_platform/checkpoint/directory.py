@@ -27,6 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 from mars_platform.checkpoint.adapter.files import Adapter
 from mars_platform.checkpoint.calibration import Calibration, read_calibration
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
+from mars_platform.checkpoint.inspection import check_weights
 from mars_platform.checkpoint.metadata import (
     METADATA_FILE,
     MarsMetadata,
@@ -143,8 +144,12 @@ def loader_of(config: PreTrainedConfig) -> Any:
     return AutoModelForMultimodalLM if is_multimodal else AutoModelForCausalLM
 
 
-def load_model(path: Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def load_model(
+    path: Path, *, dtype: torch.dtype = torch.float32, headers_only: bool = False
+) -> PreTrainedModel:
     """Load the weights of a checkpoint directory as ``dtype`` on the CPU, in evaluation mode.
+
+    With ``headers_only`` no number is read: the model is on the device "meta".
 
     Raises:
         UserError: the weights are missing, incomplete, damaged, or not safetensors.
@@ -152,12 +157,21 @@ def load_model(path: Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedM
     disable_progress_bar()  # a display of the whole command stands there
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        model, loading = loader_of(config).from_pretrained(
-            path,
+        loader, source = loader_of(config), dict[str, Any]()
+        name: Path | None = path
+        if headers_only:
+            with torch.device("meta"):  # a family's own class takes tensors in place of a path
+                loader, name = type(loader.from_config(config, trust_remote_code=False)), None
+                shapes = check_weights(path)
+                empty = {key: torch.empty(shape, dtype=dtype) for key, shape in shapes.items()}
+            source = {"config": config, "state_dict": empty, "device_map": "meta"}
+        model, loading = loader.from_pretrained(
+            name,
             trust_remote_code=False,
             dtype=dtype,
             use_safetensors=True,
             output_loading_info=True,
+            **source,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(f"model: weights of {path} cannot be loaded ({one_line(error)})") from error

@@ -54,9 +54,9 @@ def inspect_model(model: str) -> Inspection:
     path, metadata = read_metadata_of(model)
     config = read_json(path / "config.json", _REMEDY)
     _refuse_quantized(path, config)
-    tensors: set[str] = set()
+    tensors: Iterable[str] = ()
     if "transformers_weights" not in config:  # the rare key names other files
-        tensors = set().union(*check_weights(path).values())
+        tensors = check_weights(path)
     check_chat_template(path)
     mask_token_id = read_mask_token_id(path)
     if metadata is not None and mask_token_id is not None:
@@ -91,23 +91,24 @@ def _refuse_quantized(path: Path, config: dict[str, Any]) -> None:
         )
 
 
-def check_weights(path: Path) -> dict[str, frozenset[str]]:
+def check_weights(path: Path) -> dict[str, list[int]]:
     """Refuse weights that are missing, cut short, or not safetensors; only headers are read.
 
     Returns:
-        The names of the tensors in each file.
+        The shape of each tensor, by its name.
 
     Raises:
         UserError: a file of the weights cannot be read.
     """
-    names, found = [_WEIGHTS], dict[str, frozenset[str]]()
+    names, found = [_WEIGHTS], dict[str, list[int]]()
     if not (path / _WEIGHTS).is_file() and (path / _INDEX).is_file():
         named = read_json(path / _INDEX, _REMEDY)["weight_map"]
         names = sorted(set(named.values() if isinstance(named, dict) else named))
     for name in names:
         try:
             with safe_open(path / name, framework="numpy") as tensors:
-                found[name] = frozenset(tensors.keys())
+                keys = tensors.keys()
+                found |= {key: tensors.get_slice(key).get_shape() for key in keys}
         except (OSError, SafetensorError) as error:
             raise UserError(
                 f"model: weights of {path} cannot be loaded ({name}: {one_line(error)}); copy all "

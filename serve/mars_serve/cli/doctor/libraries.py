@@ -56,11 +56,11 @@ def _torch() -> Iterator[Finding]:
 
 
 def _checkpoint(path: Path) -> Iterator[Finding]:
-    """Build the checkpoint's model without weights, and compare its tensors with the files'."""
+    """Load the checkpoint's model by the headers of its files, and say how it is served."""
     import torch
 
-    from mars_platform.checkpoint.directory import loader_of, read_checkpoint
-    from mars_platform.checkpoint.inspection import check_chat_template, check_weights
+    from mars_platform.checkpoint.directory import load_model, read_checkpoint
+    from mars_platform.checkpoint.inspection import check_chat_template
     from mars_platform.checkpoint.number_type import stored_dtype
     from mars_platform.mixing.latent import absorb
     from mars_platform.mixing.probe import record
@@ -68,20 +68,8 @@ def _checkpoint(path: Path) -> Iterator[Finding]:
     from mars_serve.engine.attention.interface import group_layers
 
     checkpoint = read_checkpoint(path)
-    with torch.device("meta"):
-        # Products of experts have no float32 form without numbers.
-        model = (
-            loader_of(checkpoint.config)
-            .from_config(checkpoint.config, trust_remote_code=False, dtype=torch.bfloat16)
-            .eval()
-        )
-    held = set[str]().union(*check_weights(path).values())
-    wanted = {name for name, _ in model.named_parameters()}  # a tied one once
-    missing = sorted(wanted - held)
-    if missing and held <= model.state_dict().keys():  # else some have other names on disk
-        raise UserError(
-            f"the files lack {len(missing)} of {len(wanted)} tensors, such as {missing[0]}; {_COPY}"
-        )
+    # Products of experts have no float32 form without numbers.
+    model = load_model(path, dtype=torch.bfloat16, headers_only=True)
     num = sum(each.numel() for each in model.parameters())
     specs = absorb(model, record(model, torch.ones(1, 4, dtype=torch.long, device="meta")))
     mars, dtype = checkpoint.metadata, stored_dtype(path)
