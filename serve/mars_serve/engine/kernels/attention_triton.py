@@ -99,16 +99,9 @@ def paged_attention(
     attend_kernel[(len(pieces), num_heads // heads)](
         *(query, key, value, key_pages, value_pages, output, partial, sums, page_table),
         *(leading, own, positions, pieces),
-        positions if oldest is None else oldest,
-        output if sinks is None else sinks,
-        scale,
-        0.0 if softcap is None else softcap * _LOG2_E.value,
-        key_scale,
-        value_scale,
-        page_table.stride(0),
-        *query.stride()[:2],
-        *key.stride()[:2],
-        *value.stride()[:2],
+        *(positions if oldest is None else oldest, output if sinks is None else sinks),
+        *(scale, 0.0 if softcap is None else softcap * _LOG2_E.value, key_scale, value_scale),
+        *(page_table.stride(0), *query.stride()[:2], *key.stride()[:2], *value.stride()[:2]),
         FIELDS=PIECE_FIELDS,
         PAGE_SIZE=page_size,
         KEY_DIM=key_dim,
@@ -131,10 +124,7 @@ def paged_attention(
     )
     if num_slots:
         combine_pieces_kernel[(num_positions, num_heads)](
-            output,
-            partial,
-            sums,
-            combine,
+            *(output, partial, sums, combine),
             FIELDS=COMBINE_FIELDS,
             HEAD_DIM=value_dim,
             HEADS=heads,
