@@ -155,6 +155,7 @@ def load_model(
         UserError: the weights are missing, incomplete, damaged, or not safetensors.
     """
     disable_progress_bar()  # a display of the whole command stands there
+    shapes = check_weights(path) if headers_only else {}
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         loader, source = loader_of(config), dict[str, Any]()
@@ -162,7 +163,6 @@ def load_model(
         if headers_only:
             with torch.device("meta"):  # a family's own class takes tensors in place of a path
                 loader, name = type(loader.from_config(config, trust_remote_code=False)), None
-                shapes = check_weights(path)
                 empty = {key: torch.empty(shape, dtype=dtype) for key, shape in shapes.items()}
             source = {"config": config, "state_dict": empty, "device_map": "meta"}
         model, loading = loader.from_pretrained(
