@@ -26,6 +26,7 @@ from mars_platform.checkpoint.directory import (
 )
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.checkpoint.metadata import MarsMetadata
+from mars_platform.errors import UserError
 from mars_platform.method import reference
 from mars_platform.method.mode import Confidence
 from mars_platform.method.rules import confidence
@@ -145,6 +146,16 @@ def test_some_cursors_are_observed_and_their_logits_in_parts(
     assert seen == sorted(seen)
     assert seen[-1] == len(cursors)
     assert observe(engine, [], seen.append) == []
+
+
+def test_a_conversation_that_the_model_fails_on_is_told() -> None:
+    model = build_family("qwen2")
+    engine, text = engine_of(model), Continuation(PROMPT, (20, 21, 22))
+    with torch.inference_mode():
+        engine._runner.model.get_input_embeddings().weight[20] = torch.nan
+    assert len(observed(engine, text, [0]).depth) == 3
+    with pytest.raises(UserError, match=r"a conversation of 14 tokens \(.* not a number"):
+        observed(engine, text, [0, 1])
 
 
 def test_tokens_that_are_never_emitted_are_never_proposed() -> None:

@@ -89,7 +89,7 @@ def measure_calibration(
         on_progress: told of the progress of each phase.
 
     Raises:
-        UserError: the weights cannot be loaded, or all items fall into one half.
+        UserError: the weights cannot be loaded, all items fall into one half, or a step fails.
     """
     check_halves(items)
     engine = evaluation_engine(

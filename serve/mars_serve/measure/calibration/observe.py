@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mars_platform.checkpoint.calibration import Observed, log_probability_curves
 from mars_platform.checkpoint.translations import ProposedRuns
+from mars_platform.errors import UserError
 from mars_platform.method.mode import Confidence
 from mars_platform.method.rules import confidence
 from mars_serve.engine.decoding_options import DecodingOptions
@@ -134,6 +135,9 @@ def observe(
 
     Returns:
         The observations at each cursor, on the CPU.
+
+    Raises:
+        UserError: a step fails behind one of the texts.
     """
     banned = torch.tensor(sorted(engine.checkpoint.special.never_emitted), device=engine.device)
     found: dict[int, Observations] = {}
@@ -155,6 +159,13 @@ def observe(
     engine.watch(take)
     for outputs in steps_of(engine, requests()):
         for output in outputs:
+            if output.error:
+                text = cursors[int(output.request_id)].text
+                length = len(text.prompt) + len(text.output)
+                raise UserError(
+                    f"data: a step fails in a conversation of {length} tokens ({output.error}); "
+                    "leave it out, or lower --batch or --max-tokens"
+                )
             engine.cancel(output.request_id)  # unless all that it may propose was accepted
         if outputs:
             on_progress(len(found))
