@@ -230,7 +230,7 @@ def small_disk(cluster) -> Iterator[Callable[[str], str]]:
         inside("rm -f /models/full")
     finally:
         cluster("delete", "rayjob", "calibrate", "--ignore-not-found")
-        cluster("delete", "pod", "marsray-files", "--wait=false")
+        cluster("delete", "pod", "marsray-files", "--grace-period=0", "--force")
 
 
 @pytest.mark.timeout(1200)  # waits for a job that fails, and for its next attempt
