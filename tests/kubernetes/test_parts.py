@@ -149,6 +149,8 @@ def store(cluster) -> Iterator[Callable[[str], dict[str, object]]]:
         yield only_the_store
     finally:
         cluster("delete", "secret", *secrets, "--ignore-not-found")
+        # A test of a later run finds the network closed again.
+        cluster("delete", "networkpolicy", "marsray-job-object-store", "--ignore-not-found")
 
 
 def ask_store(cluster, query: str, method: str = "GET") -> str:
