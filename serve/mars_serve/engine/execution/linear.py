@@ -1,8 +1,9 @@
 """Linear layers in the weight layout that this machine multiplies fastest.
 
 On a CPU, decoding multiplies a few rows with large matrices, which the default matrix library does
-slowly on some machines. oneDNN can keep a weight in a packed layout of its own. For each shape of a
-layer, both layouts are timed at load and the faster is kept. On other devices nothing is changed.
+slowly on some machines. oneDNN can keep a weight in a packed layout of its own. For each shape of
+layers, apart with and without a bias, both layouts are timed at load and the faster is kept. On
+other devices nothing is changed.
 """
 
 import logging
@@ -69,14 +70,14 @@ def pack_linears(model: nn.Module, *, timed: bool = True) -> None:
 
     Unless ``timed``, each layer that can be packed is, so that each load gives the same numbers.
     """
-    packs: dict[tuple[int, int], bool] = {}
+    packs: dict[tuple[int, int, bool], bool] = {}
     for parent, name, linear in _linears(model, (nn.Linear,)):
-        shape = (linear.out_features, linear.in_features)
-        if shape not in packs:
-            packs[shape] = _can_pack(linear) and (not timed or _is_faster_packed(linear))
-        if packs[shape]:
+        kind = (linear.out_features, linear.in_features, linear.bias is None)
+        if kind not in packs:
+            packs[kind] = _can_pack(linear) and (not timed or _is_faster_packed(linear))
+        if packs[kind]:
             setattr(parent, name, PackedLinear(linear))
-    packed = [f"{rows}x{columns}" for (rows, columns), chosen in packs.items() if chosen]
+    packed = [f"{rows}x{columns}" for (rows, columns, _), chosen in packs.items() if chosen]
     _log.info("packed linear layers: %s", ", ".join(packed) or "none")
 
 
