@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from mars_serve.engine.request import RowState
 from mars_serve.engine.scheduled_row import Masks, ScheduledRow
 
 _EXACT_UP_TO = 8
@@ -35,6 +36,8 @@ class BatchRow:
     reads_logits: bool
     window_pages: list[int] = field(default_factory=list)
     """Pages as above of layers that see the last tokens only; see `WindowPages`."""
+    state: RowState | None = None
+    """Slots of recurrent layers; None if the model has none."""
     num_masks: int = field(init=False)
     """Masks of all groups together."""
     length: int = field(init=False)
@@ -126,6 +129,7 @@ def build_batch(
             pages=request.pages,
             reads_logits=each.reads_logits,
             window_pages=request.window_pages,
+            state=request.state,
         )
         if request.scores_prompt:
             scored += [row.start + index - begin for index in each.scored]

@@ -33,6 +33,25 @@ class Draft(NamedTuple):
     """Probability of the token, corrected if the model is calibrated."""
 
 
+@dataclass(slots=True)
+class RowState:
+    """The slots in which a row finds and leaves the state of recurrent layers.
+
+    A slot holds the state behind some tokens of a text and a log of the drafts behind these. Slot
+    number ``num_slots``, one behind the last, is the state before any text; nobody writes to it.
+    """
+
+    read: int
+    """Slot of the state before the row."""
+    num_right: int
+    """Leading drafts of the log of ``read`` that are tokens of the text before the row."""
+    write: int
+    """Slot for the state behind the row's committed tokens, and for the log of its drafts."""
+    snapshots: list[tuple[int, int]]
+    """Further slots to write, with an empty log: pairs of a count, of ``num_right`` and the row's
+    committed tokens together, and the slot for the state behind so many of these; at least 1."""
+
+
 @dataclass(eq=False)
 class Request:
     """State of one request between two steps. A request is equal only to itself."""
@@ -68,6 +87,8 @@ class Request:
     pages: list[int] = field(default_factory=list)
     window_pages: list[int] = field(default_factory=list)
     """Pages of layers that see the last tokens only; see `WindowPages`, as for the next."""
+    state: RowState | None = None
+    """Slots of recurrent layers; None for a model without any, and before the first step."""
     num_shared: int = 0
     """Leading full pages that others had computed before."""
     sampling_s: float = 0.0
