@@ -23,6 +23,7 @@ ATTENTION_NAME = "marsray"
 _WITHOUT_EFFECT = {
     *("cache_position", "dropout", "is_causal", "output_attentions", "output_hidden_states"),
     *("output_router_logits", "position_embeddings", "position_ids", "return_dict", "use_cache"),
+    "mixing",  # for the layers of `mars_platform.mixing.recurrent`
 }
 """Keyword arguments of layers that say nothing about which keys a query sees, or how."""
 

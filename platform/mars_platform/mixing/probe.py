@@ -1,7 +1,7 @@
 """Admits a model by a test: what mixes its positions is bound, and nothing else mixes them.
 
 No field of a configuration says for sure how a family's layers attend. So it is tried when a model
-is loaded, on a few tokens: its layers' calls are recorded; with an attention that does not mix
+is loaded, on a few tokens: its layers' calls are recorded; with operators that do not mix
 positions, a permutation of the positions has to permute the outputs; and the logits of the way in
 which the model is to run have to be those of transformers' own forward pass. Imports no Ray or HTTP
 library.
@@ -24,7 +24,8 @@ from transformers.masking_utils import sdpa_mask
 from mars_platform.errors import UserError, one_line
 from mars_platform.mixing.bind import AttentionCall, UnknownAttentionError, read_call
 from mars_platform.mixing.head import causal_of, decoder_of
-from mars_platform.mixing.specs import AttentionSpec
+from mars_platform.mixing.recurrent import ConvolveCall, ScanCall, bind_recurrence
+from mars_platform.mixing.specs import AttentionSpec, ConvSpec, LayerSpecs, ScanSpec
 
 PREFIX = 16
 """Leading tokens whose logits are judged apart from the others, which an engine computes behind
@@ -48,6 +49,8 @@ class Probe:
     family: str
     specs: tuple[AttentionSpec, ...]
     """Attention of each layer that attends, in the order of the layers."""
+    scans: tuple[ScanSpec, ...]
+    convolutions: tuple[ConvSpec, ...]
     tokens: list[int]
     """Random token ids."""
     logits: Tensor
@@ -61,8 +64,8 @@ class Probe:
         Its attention is "eager" afterwards. Ids in ``avoided``, such as the mask's, are left out.
 
         Raises:
-            UserError: something other than attention mixes positions, or the layers ask for an
-                attention that is not known; the message names the family.
+            UserError: something mixes positions in a way that is not known; the message names the
+                family.
         """
         config = model.config.get_text_config()
         drawn = torch.randint(
@@ -73,10 +76,19 @@ class Probe:
         most = min(_NUM_TOKENS, getattr(config, "max_position_embeddings", None) or _NUM_TOKENS)
         tokens = [token for token in drawn.tolist() if token not in avoided][:most]
         ids = torch.tensor([tokens], device=model.device)
-        specs = record(model, ids)
+        layers = record(model, ids)
         model.set_attn_implementation("eager")
         logits = causal_of(model)(input_ids=ids, use_cache=False).logits[0]
-        return cls(model.config.model_type, specs, tokens, _comparable(logits))
+        return cls(model.config.model_type, *layers, tokens, _comparable(logits))
+
+    def refuse_recurrent(self, use: str) -> None:
+        """Refuse a model that has states or convolutions for a use that has none of them yet.
+
+        Raises:
+            UserError: the message names the family and the use.
+        """
+        if self.scans or self.convolutions:
+            raise _refusal(self.family, f"its layers with states cannot be {use} yet")
 
     def check(self, way: str, compute: Callable[[], Tensor]) -> None:
         """Refuse the model if it gives other logits in another way.
@@ -106,8 +118,8 @@ class Probe:
 
 
 @torch.no_grad()
-def record(model: PreTrainedModel, ids: Tensor) -> tuple[AttentionSpec, ...]:
-    """Return the attention that a model's layers ask for over token ids [1, positions].
+def record(model: PreTrainedModel, ids: Tensor) -> LayerSpecs:
+    """Return what a model's layers ask for over token ids [1, positions].
 
     Its attention is replaced by one that does not mix positions, which stays. A model on the device
     "meta" has no numbers: then something else that mixes positions is not found.
@@ -119,9 +131,10 @@ def record(model: PreTrainedModel, ids: Tensor) -> tuple[AttentionSpec, ...]:
         return _record(model, ids)
 
 
-def _record(model: PreTrainedModel, ids: Tensor) -> tuple[AttentionSpec, ...]:
+def _record(model: PreTrainedModel, ids: Tensor) -> LayerSpecs:
     model.set_attn_implementation(_NAME)
     recorder, decoder = _Recorder(), decoder_of(model)
+    mixing = {"mixing": recorder} if bind_recurrence(decoder) else {}
     order = torch.randperm(ids.shape[1], generator=torch.Generator().manual_seed(1))
     order = order.to(ids.device)
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
@@ -134,14 +147,16 @@ def _record(model: PreTrainedModel, ids: Tensor) -> tuple[AttentionSpec, ...]:
                 # Without it, transformers would take a permutation for several packed texts.
                 attention_mask=torch.ones_like(ids),
                 use_cache=False,
+                **mixing,
             )
         hidden: Tensor = output[0][0]
         return hidden
 
     straight, specs = outputs(positions[0]), recorder.specs()
-    if not specs:
+    attention = specs.attention
+    if not attention:
         raise UnknownAttentionError("no layer calls transformers' attention interface")
-    if repeated := {one.layer for one, two in pairwise(specs) if one.layer == two.layer}:
+    if repeated := {one.layer for one, two in pairwise(attention) if one.layer == two.layer}:
         layers = str(sorted(repeated)[:4])[1:-1]
         raise UnknownAttentionError(f"it attends more than once a pass in layers {layers}")
     if straight.device.type != "meta":
@@ -155,10 +170,12 @@ def _record(model: PreTrainedModel, ids: Tensor) -> tuple[AttentionSpec, ...]:
 
 
 class _Recorder:
-    """Notes what layers ask for, and attends at each position by itself."""
+    """Notes what layers ask for, and computes each position by itself."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[AttentionCall, Tensor | None]] = []
+        self._scans: list[ScanSpec] = []
+        self._convolutions: list[ConvSpec] = []
         self._reaches: list[tuple[Tensor, int | None, int | None]] = []
         """The masks of the model, each with its window and its chunk."""
 
@@ -181,6 +198,21 @@ class _Recorder:
         gate = torch.sigmoid(scores + value.sum(-1, keepdim=True))
         return (value * gate).transpose(1, 2).contiguous()
 
+    def scan(self, call: ScanCall) -> Tensor:
+        """Return what all inputs of the same position give; see `Recurrence.scan`."""
+        heads, key_dim = call.key.shape[2:]
+        how = call.rate is not None, call.decay.shape[-1] > 1
+        self._scans.append(ScanSpec(heads, key_dim, call.value.shape[-1], *how))
+        scores = (call.query * call.key + call.decay).sum(-1)
+        gate = torch.sigmoid(scores if call.rate is None else scores + call.rate)
+        return call.value * gate[..., None]
+
+    def convolve(self, call: ConvolveCall) -> Tensor:
+        """Return what input and weights of the same position give; see `Recurrence.convolve`."""
+        channels, kernel = call.weight.shape
+        self._convolutions.append(ConvSpec(channels, kernel))
+        return call.inputs * call.weight[:, -1]
+
     def mask(self, mask_function: Callable[..., Any], size: int | None, **how: Any) -> Tensor:
         """Make a mask for a model, and note what it lets queries see."""
         reach = reach_of(mask_function, size, how["device"])
@@ -190,9 +222,11 @@ class _Recorder:
         self._reaches.append((mask, *reach))
         return mask
 
-    def specs(self) -> tuple[AttentionSpec, ...]:
-        """Return the attention of each call so far, in the order of the layers."""
-        return tuple(self._spec(*each) for each in sorted(self._calls, key=lambda x: x[0].layer))
+    def specs(self) -> LayerSpecs:
+        """Return what the calls so far ask for."""
+        calls = sorted(self._calls, key=lambda x: x[0].layer)
+        attention = tuple(self._spec(*each) for each in calls)
+        return LayerSpecs(attention, tuple(self._scans), tuple(self._convolutions))
 
     def _spec(self, call: AttentionCall, mask: Tensor | None) -> AttentionSpec:
         window, chunk = call.window, None

@@ -60,3 +60,38 @@ class AttentionSpec:
             for size in (self.window, self.chunk)
         )
         return replace(self, window=window, chunk=chunk)
+
+
+@dataclass(frozen=True)
+class ScanSpec:
+    """The states that one layer has; see `mars_platform.mixing.recurrent.ScanCall`."""
+
+    heads: int
+    key_dim: int
+    """Rows of a head's state."""
+    value_dim: int
+    """Columns of a head's state."""
+    is_delta: bool
+    """Whether a value is learned at a rate, by what the state lacks; else it is added."""
+    decay_per_channel: bool
+    """Whether each row of a state decays by itself."""
+
+
+@dataclass(frozen=True)
+class ConvSpec:
+    """The convolution of one layer over the last positions."""
+
+    channels: int
+    kernel: int
+    """Positions in each sum, its own included."""
+
+
+class LayerSpecs(NamedTuple):
+    """All that a model's layers ask for."""
+
+    attention: tuple[AttentionSpec, ...]
+    """Attention of each layer that attends, in the order of the layers."""
+    scans: tuple[ScanSpec, ...]
+    """States of each layer that has some, in the order of the calls."""
+    convolutions: tuple[ConvSpec, ...]
+    """Convolution of each layer that has one, in the order of the calls."""

@@ -154,7 +154,10 @@ class Engine:
         """Try a model as it was loaded; from then on it rotates all steps alike."""
         settle_rotation(model)
         metadata, avoided = self.checkpoint.metadata, self.checkpoint.special.never_emitted
-        return Probe.of(model, avoided=avoided | ({metadata.mask_token_id} if metadata else set()))
+        avoided = avoided | ({metadata.mask_token_id} if metadata else set())
+        probe = Probe.of(model, avoided=avoided)
+        probe.refuse_recurrent("served")
+        return probe
 
     def _make_memory(self, sizes: PoolSizes) -> Memory:
         bounded = [group for group in group_layers(self.specs)[0] if group.is_bounded]

@@ -84,7 +84,7 @@ def test_what_layers_ask_for_is_recorded(family: str, monkeypatch: pytest.Monkey
     changes, layers = LAYERS[family]
     found = [
         {name: value for name, value in asdict(spec).items() if value is not None}
-        for spec in record(build(family, **changes), ids())
+        for spec in record(build(family, **changes), ids()).attention
     ]
     off = {"has_sinks": False, "value_in_key": False}
     assert found == [{"layer": index, **off, **layer} for index, layer in enumerate(layers)]
@@ -100,7 +100,7 @@ def test_layers_that_share_keys_say_whose() -> None:
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": 64,
     }
-    specs = record(build("gemma4_text", head_dim=8, **changes), ids())
+    specs = record(build("gemma4_text", head_dim=8, **changes), ids()).attention
     assert [(spec.key_dim, spec.window, spec.shares) for spec in specs] == [
         (8, 8, None),
         (16, None, None),
@@ -133,8 +133,8 @@ def test_a_model_without_numbers_is_recorded_as_well(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
-        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "something besides attention mixes"),
         ("jamba", {"attn_layer_offset": 1, "attn_layer_period": 2, **EXPERTS}, "besides attention"),
+        ("minimax", {"layer_types": ["linear_attention", "full_attention"], **EXPERTS}, "besides"),
         ("mamba", {}, "no layer calls transformers' attention interface"),
         ("rwkv", {"attention_hidden_size": 32}, "no layer calls"),
         ("bloom", {}, "no layer calls"),

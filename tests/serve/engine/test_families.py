@@ -233,7 +233,7 @@ def test_many_layers_of_latent_attention_may_round() -> None:
         ("bert", {"num_key_value_heads": 4}, "mask is neither causal nor of windows or chunks"),
         ("mamba", {}, "no layer calls transformers' attention interface"),
         ("bloom", {}, "no layer calls transformers' attention interface"),
-        ("lfm2", {"layer_types": ["conv", *FULL[1:]]}, "something besides attention mixes"),
+        ("lfm2", {"layer_types": ["conv", *FULL[1:]]}, "layers with states cannot be served yet"),
     ],
 )
 def test_other_families_are_refused_by_name(

@@ -111,7 +111,8 @@ def paged_attention(
     tiling: Tiling | None = None,
 ) -> Any:
     """Return attention that reads pages in place, on a CPU by the kernel's twin."""
-    specs = specs or record(model, torch.ones(1, 4, dtype=torch.long, device=model.device))
+    ids = torch.ones(1, 4, dtype=torch.long, device=model.device)
+    specs = specs or record(model, ids).attention
     groups, places = group_layers(specs)
     options: dict[str, Any] = {"page_size": page_size, "tiling": tiling}
     options |= {"dtype": model.dtype, "device": model.device}

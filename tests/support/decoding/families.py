@@ -53,6 +53,49 @@ MIXED: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), LATENT),
 }
 """Families whose layers attend in other ways, with settings by which that shows in short texts."""
+_DELTA = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_hidden_layers": 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
+_MAMBA = {
+    "num_hidden_layers": 3,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 16,
+}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), _DELTA),
+    "bamba": {**_MAMBA, "layer_types": ABSENT, "attn_layer_indices": [1]},
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64},
+    "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention", "mamba"]},
+    "kimi_linear": {
+        **LATENT,
+        "num_hidden_layers": 3,
+        "layer_types": _DELTA["layer_types"],
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+        "q_lora_rank": None,
+    },
+    "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+    "nemotron_h": {
+        "num_hidden_layers": ABSENT,
+        "layers_block_type": ["mamba", "attention", "moe", "mamba"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 8,
+        "chunk_size": 16,
+        "moe_shared_expert_intermediate_size": 32,
+        "moe_latent_size": None,
+    },
+}
+"""Families that have layers with states or convolutions beside attention."""
 _MORE = {**dict.fromkeys(("exaone4", "olmo3"), _SLIDING)}
 KNOWN = sorted({*_KNOWN.split(), *MIXED})
 """Families whose outputs are compared with those of transformers' own loop in every run."""
@@ -62,13 +105,12 @@ axk1 axk2 bailing_hybrid biogpt codegen deepseek_v32 dots3_note_text glm_moe_dsa
 hy_v4 kimi_linear longcat_flash minicpm3 opt persimmon sarvam_mla youtu
 """
 """Families in which each query head has a key/value head of its own."""
-_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "layer_types": ["mamba", "attention"]}
 _HYBRID = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "hybrid"] * 2}
 _OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(_UNGROUPED.split(), LATENT),
     **MIXED,
     **_MORE,
-    "bamba": {**_MAMBA, "layer_types": ABSENT, "attn_layer_indices": [1]},
+    **HYBRIDS,
     "blt": {"encoder_hash_byte_group_vocab": 100},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_theta": 10_000.0}}},
     "dbrx": {
@@ -88,9 +130,7 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "gemma4_assistant_text": {"hidden_size_per_layer_input": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
-    "granitemoehybrid": _MAMBA,
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 4, "head_dim": 16, "expand": 2, "n_groups": 1},
     "minicpm3": {**LATENT, "logits_scaling": ABSENT},

@@ -71,7 +71,8 @@ def _checkpoint(path: Path) -> Iterator[Finding]:
     # Products of experts have no float32 form without numbers.
     model = load_model(path, dtype=torch.bfloat16, headers_only=True)
     num = sum(each.numel() for each in model.parameters())
-    specs = absorb(model, record(model, torch.ones(1, 4, dtype=torch.long, device="meta")))
+    recorded = record(model, torch.ones(1, 4, dtype=torch.long, device="meta"))
+    specs = absorb(model, recorded.attention)
     mars, dtype = checkpoint.metadata, stored_dtype(path)
     yield from layers.findings(specs, checkpoint.max_length, getattr(torch, dtype))
     kind = f"block size {mars.block_size}" if mars else "plain AR"
