@@ -1,7 +1,6 @@
 """Starts a server as a child process for a benchmark, and ends it."""
 
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -44,13 +43,3 @@ def running(
         yield process
     finally:
         end_process(process)
-
-
-def own_ray_cluster(directory: str) -> dict[str, str]:
-    """Return the variables that make a command start a Ray cluster of its own.
-
-    ``directory`` is for Ray's files; its path must be short, since it holds Unix sockets.
-    """
-    token = secrets.token_hex(16)
-    own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_ADDRESS": ""}
-    return {"RAY_TMPDIR": directory, **own}
