@@ -21,6 +21,7 @@ from mars_serve.bench.decode.drawing import DrawingEngine
 from mars_serve.bench.decode.workload import agreeing
 from mars_serve.engine.decoding_options import DecodingOptions, Sampling
 from mars_serve.engine.request import Request
+from mars_serve.engine.scheduled_row import ScheduledRow
 from mars_serve.engine.settings import EngineSettings
 
 Record = Callable[[str, Any], None]
@@ -101,7 +102,8 @@ class Bench:
                 DecodingOptions(most, mode, 0.95, sampling=sampling),
                 num_cached=tokens,
             )
-            assert engine._memory.reserve(request, 0), "the pool holds all requests"
+            row = ScheduledRow(request, 0, (0,), reads_logits=False)
+            assert engine._memory.reserve(row), "the pool holds all requests"
             engine.add(request)
 
     def end(self) -> None:

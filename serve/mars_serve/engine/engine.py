@@ -146,7 +146,7 @@ class Engine:
         """Time of the last step's end or, if later, since when there are requests."""
         self._chooser: WindowChooser | None = None
         budget = PositionBudget(settings.max_num_batched_tokens, least=self.window + 1)
-        self._isolation = FaultIsolation(self._runner, budget)
+        self._isolation = FaultIsolation(self._runner, self._memory, budget)
         self._audit_room = AuditRoom()
         self._num_audits = 0
 

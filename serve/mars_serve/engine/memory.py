@@ -1,15 +1,17 @@
 """The pages of the KV cache that each request holds, and the prefixes that requests share.
 
 Where layers see no more than the last tokens of a text, a request holds pages of a second
-pool, and gives them back when no later position sees them.
+pool, and gives them back when no later position sees them. Where layers are recurrent, it holds
+`StateSlots`.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import takewhile
 
 from mars_serve.engine.pages import PagePool, page_key, root_key
 from mars_serve.engine.request import Request
 from mars_serve.engine.scheduled_row import ScheduledRow
+from mars_serve.engine.state_slots import StateSlots
 
 CACHED_SHARE = 8
 """Pages of the pool for each page that caches the window of a text that has ended, or of a prefix
@@ -37,31 +39,26 @@ class WindowPages:
         """
         return num_rows * (-(-(window - 1) // page_size) + 2) - (-num_positions // page_size)
 
-    def take(self, request: Request, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Hold what a request sees behind pages that continue its own.
-
-        Args:
-            request: has full pages only.
-            keys: of the further pages that are cached for other layers.
-
-        Returns:
-            Keys of the pages that the request can begin behind.
+    def ends(self, begin: int, keys: Sequence[bytes]) -> set[int]:
+        """Return behind how many of these pages, the first of which is page ``begin`` of a text, a
+        request can go on, 0 included.
         """
-        begin = end = request.num_cached // self.pool.page_size
-        if keys:
-            request.num_shared = max(request.num_shared, begin + len(keys))
-        unbroken_from = 0
+        found, unbroken_from = {0}, 0
         for index, key in enumerate(keys, start=begin):
             if not self.pool.has(key):
                 unbroken_from = index + 1
             elif self._first(index + 1) >= unbroken_from:
-                end = index + 1
-        first, held = self._first(end), request.window_pages
+                found.add(index + 1 - begin)
+        return found
+
+    def take(self, request: Request, keys: Sequence[bytes]) -> None:
+        """Hold what a request sees behind pages that continue its own, which are full."""
+        begin = request.num_cached // self.pool.page_size
+        first, held = self._first(begin + len(keys)), request.window_pages
         self.release(request, begin)
         self._give_back(request, min(first, begin))
         held += [self._none] * (first - begin)
-        held += self.pool.match(keys[max(0, first - begin) : end - begin])
-        return keys[: end - begin]
+        held += self.pool.match(keys[max(0, first - begin) :])
 
     def reserve(self, request: Request, num_tokens: int) -> None:
         """Hold pages for the next tokens, of which there are always enough."""
@@ -120,33 +117,41 @@ class WindowPages:
 
 
 class Memory:
-    """All requests' pages."""
+    """All requests' pages, and slots for the states of recurrent layers."""
 
     def __init__(
         self,
         pool: PagePool,
         windows: WindowPages | None = None,
+        states: StateSlots | None = None,
         *,
         enable_prefix_caching: bool = True,
     ) -> None:
-        """Share a pool, and ``windows`` if some layers see no more than the last tokens.
+        """Share a pool, ``windows`` if some layers see no more than the last tokens, and ``states``
+        if some are recurrent.
 
         ``enable_prefix_caching`` is that of `EngineSettings`.
         """
-        self.pool, self.windows = pool, windows
-        self._enable_prefix_caching = enable_prefix_caching
+        self.pool, self.windows, self.states = pool, windows, states
+        has_snapshots = states is None or states.num_snapshots > 0
+        self._enable_prefix_caching = enable_prefix_caching and has_snapshots
+        self.num_computed_again = 0
+        """Tokens that were computed although all pages of their prefix were found, since no state
+        or no window behind them was."""
 
     def fits(self, kept: Iterable[Request], others: Iterable[Request]) -> bool:
         """Whether ``kept`` could run if the pages of ``others`` were free.
 
-        Each needs pages for its committed tokens and one more. Of windows there are enough for all.
+        Each needs pages for its committed tokens and one more. Of windows and slots there are
+        enough for all.
         """
         num_free = self.pool.num_free + self.pool.num_released(other.pages for other in others)
         needed = (self.pool.pages_for(len(item.tokens) + 1) - len(item.pages) for item in kept)
         return sum(max(0, count) for count in needed) <= num_free
 
-    def reserve(self, request: Request, num_tokens: int) -> bool:
-        """Hold pages for tokens behind the cached ones, or return False if too few are free."""
+    def reserve(self, row: ScheduledRow) -> bool:
+        """Hold what a row writes, or return False if too few pages are free."""
+        request, num_tokens = row.request, row.num_tokens + row.num_drafts
         missing = self.pool.pages_for(request.num_cached + num_tokens) - len(request.pages)
         if missing > 0:
             if missing > self.pool.num_free:
@@ -154,15 +159,30 @@ class Memory:
             request.pages += self.pool.allocate(missing)
         if self.windows is not None:
             self.windows.reserve(request, num_tokens)
+        if self.states is not None:
+            end = (request.num_cached + row.num_tokens) // self.pool.page_size
+            first = self.states.num_absorbed(request) // self.pool.page_size
+            keys = self._keys(request, first, end) if self._enable_prefix_caching else ()
+            self.states.reserve(row, keys)
         return True
 
-    def commit(self, request: Request, num_tokens: int) -> None:
-        """Count tokens that have been written as cached, and offer full pages to others."""
-        first = request.num_cached // self.pool.page_size
-        request.num_cached += num_tokens
+    def commit(self, row: ScheduledRow, num_right: int = 0) -> None:
+        """Count tokens of a row that has run as cached, and offer full pages to others.
+
+        ``num_right`` leading drafts of the row have been committed.
+        """
+        request, size = row.request, self.pool.page_size
+        first = request.num_cached // size
+        if self.states is not None:
+            self.states.commit(request, num_right)
+        if request.num_shared:
+            begin = request.num_cached
+            end = min(begin + row.num_tokens, request.num_shared * size)
+            self.num_computed_again += max(0, end - begin)
+        request.num_cached += row.num_tokens + num_right
         keys: Sequence[bytes] = ()
         if self._enable_prefix_caching:
-            keys = self._keys(request, first, request.num_cached // self.pool.page_size)
+            keys = self._keys(request, first, request.num_cached // size)
             for index, key in enumerate(keys, start=first):
                 request.pages[index] = self.pool.register(request.pages[index], key)
         if self.windows is not None:
@@ -179,13 +199,21 @@ class Memory:
         self.pool.release(request.pages)
         if self.windows is not None:
             self.windows.release(request, 0)
+        if self.states is not None:
+            self.states.release(request)
+
+    def lend(self, failed: Request, trial: Request) -> None:
+        """Let a request of one token run in what one holds whose row has failed."""
+        trial.pages, trial.window_pages = failed.pages[-1:], failed.window_pages[-1:]
+        if self.states is not None:
+            trial.state = self.states.trial(failed)
 
     def forget(self, request: Request) -> None:
         """Take a request's pages from the prefix cache, also those that it has given back."""
         keys = request.page_keys[: request.num_cached // self.pool.page_size]
-        self.pool.forget(keys)
-        if self.windows is not None:
-            self.windows.pool.forget(keys)
+        for kind in (self, self.windows, self.states):
+            if kind is not None:
+                kind.pool.forget(keys)
 
     def check_integrity(self, running: Collection[Request]) -> None:
         """Prove that no page leaks, is shared by mistake or is registered under a wrong key.
@@ -199,8 +227,9 @@ class Memory:
             keys = self._keys(request, 0, request.num_cached // self.pool.page_size)
             for page, key in zip(request.pages, keys, strict=False):
                 assert self.pool.key_of(page) in (None, key), f"{request.id}: page {page}"
-        if self.windows is not None:
-            self.windows.check_integrity(running)
+        for kind in (self.windows, self.states):
+            if kind is not None:
+                kind.check_integrity(running)
 
     # Prefix caching
 
@@ -227,9 +256,11 @@ class Memory:
         first, last = request.num_cached // size, self._num_shareable(request)
         if not self._enable_prefix_caching or request.num_cached % size:
             return 0
-        keys: Sequence[bytes] = self._keys(request, first, last)
+        keys = self._common(request, self._keys(request, first, last))
         if self.windows is not None:
-            keys = self.windows.take(request, list(takewhile(self.pool.has, keys)))
+            self.windows.take(request, keys)
+        if self.states is not None and keys:
+            self.states.take(request, keys[-1])
         pages = self.pool.match(keys)
         unused = request.pages[first:]  # left by a row whose step failed
         request.pages[first:] = pages
@@ -237,12 +268,40 @@ class Memory:
         request.num_cached += len(pages) * size
         return len(pages) * size
 
-    def next_key(self, request: Request) -> bytes | None:
-        """Return the key of the page that a request computes next, if it could share that page."""
-        index, inside = divmod(request.num_cached, self.pool.page_size)
-        if not self._enable_prefix_caching or inside or index >= self._num_shareable(request):
-            return None
-        return self._keys(request, index, index + 1)[0]
+    def _common(self, request: Request, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """Return the longest leading run of these keys of a request's further pages, behind which
+        it can go on in all kinds of layers.
+        """
+        if self.windows is None and self.states is None:
+            return keys  # of which the pool matches those that it has
+        keys = list(takewhile(self.pool.has, keys))
+        begin = request.num_cached // self.pool.page_size
+        if keys:
+            request.num_shared = max(request.num_shared, begin + len(keys))
+        ends = set(range(len(keys) + 1))
+        if self.windows is not None:
+            ends &= self.windows.ends(begin, keys)
+        if self.states is not None:
+            ends &= self.states.ends(keys)
+        return keys[: max(ends)]
+
+    def waits(self, request: Request, computed: Mapping[bytes, ScheduledRow]) -> bool:
+        """Return whether a request can share the page that it computes next, which a row of the
+        step computes.
+
+        ``computed`` has the rows by the keys of all pages that they compute. If layers are
+        recurrent, the row takes a snapshot where the request parts from it.
+        """
+        first, inside = divmod(request.num_cached, self.pool.page_size)
+        last = self._num_shareable(request)
+        if not self._enable_prefix_caching or inside or first >= last:
+            return False
+        if self._keys(request, first, first + 1)[0] not in computed:
+            return False
+        if self.states is not None:
+            keys = list(takewhile(computed.__contains__, self._keys(request, first, last)))
+            computed[keys[-1]].borders += (first + len(keys),)
+        return True
 
     def computed_keys(self, row: ScheduledRow) -> list[bytes]:
         """Return the keys of the pages that a row computes, in whole or in part."""

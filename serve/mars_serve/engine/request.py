@@ -89,6 +89,8 @@ class Request:
     """Pages of layers that see the last tokens only; see `WindowPages`, as for the next."""
     state: RowState | None = None
     """Slots of recurrent layers; None for a model without any, and before the first step."""
+    rolling: int = 0
+    """Pages before the newest snapshot of its state that is not at a lasting border."""
     num_shared: int = 0
     """Leading full pages that others had computed before."""
     sampling_s: float = 0.0

@@ -19,6 +19,8 @@ class ScheduledRow:
     """Masks of each outcome, from no draft right to all of them right."""
     reads_logits: bool
     """Whether the row reaches the cursor, so that the step proposes tokens for it."""
+    borders: tuple[int, ...] = ()
+    """Pages that prompts have in common with the row which wait for it; see `Memory.waits`."""
     num_drafts: int = field(init=False)
     """Leading drafts of the request that the row feeds."""
     num_masks: int = field(init=False)

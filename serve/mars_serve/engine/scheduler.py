@@ -119,7 +119,7 @@ class Scheduler:
 
         ``num_right`` leading drafts of the row have been committed.
         """
-        self.memory.commit(row.request, row.num_tokens + num_right)
+        self.memory.commit(row, num_right)
 
     def check_integrity(self) -> None:
         """Prove that no page leaks, is shared by mistake or is registered under a wrong key.
@@ -128,7 +128,8 @@ class Scheduler:
             AssertionError: the proof fails.
         """
         self.memory.check_integrity(self.running)
-        assert all(not request.pages and not request.num_cached for request in self.waiting)
+        waiting = self.waiting
+        assert not any(item.pages or item.num_cached or item.state for item in waiting)
         assert self.running == sorted(self.running, key=_order)
         assert self.waiting == sorted(self.waiting, key=_order)
         for request in self.running:
@@ -244,18 +245,18 @@ class Scheduler:
         budget += self._turns.take_out(plan) if self._turns else 0
         bound = self.prompt_room if prompts else None
         room = bound if bound and bound.begin(plan.values(), prompts) else None
-        computed = set[bytes]()
+        computed = dict[bytes, ScheduledRow]()
         for request in self._by_turns(prompts):
             least = num_reserved if request is members[0] else 0
             budget += least
-            if not least and self.memory.next_key(request) in computed:
+            if not least and self.memory.waits(request, computed):
                 continue
             most = room.positions(request, budget) if room else budget
             if row := plan_row(request, max(most, least)):
                 plan[request] = row
                 budget -= row.num_positions
                 self._num_computed[request.key] += row.num_tokens
-                computed.update(self.memory.computed_keys(row))
+                computed |= dict.fromkeys(self.memory.computed_keys(row), row)
                 if room:
                     room.take(row)
         return plan
@@ -302,7 +303,7 @@ class Scheduler:
             request = self.running[index]
             row = plan.get(request)
             if row is not None:
-                if not self.memory.reserve(request, row.num_tokens + row.num_drafts):
+                if not self.memory.reserve(row):
                     self._preempt_last()
                     continue
                 rows.append(row)

@@ -10,9 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoding.engine_requests import make_request, requested_masks
-from decoding.scheduler_steps import Steps, ids, make_scheduler, request_of, windowed
+from decoding.scheduler_steps import (
+    Steps,
+    check_all_free,
+    ids,
+    make_scheduler,
+    request_of,
+    windowed,
+)
 from mars_autoscale.model.step_times import StepTimes
-from mars_platform.method.mode import Mode
+from mars_platform.method.mode import LiveDecoding, Mode
 from mars_platform.tier import Tier
 from mars_serve.engine.attention.interface import LayerGroup
 from mars_serve.engine.decoding_options import Outcomes
@@ -58,6 +65,8 @@ class Sizes:
     enable_prefix_caching: bool
     group: LayerGroup | None
     """Layers that see the last tokens only."""
+    num_snapshots: int | None
+    """Snapshots of states of recurrent layers; None if there are no such layers."""
     position_s: float | None
     """Seconds of a position if prompts are bounded by time, which is 20 ms or more a step."""
 
@@ -73,6 +82,7 @@ _SIZES = st.builds(
     group=st.sampled_from(
         [None, *(windowed(window=size) for size in (1, 2, 5, 9)), windowed(chunk=6)]
     ),
+    num_snapshots=st.sampled_from([None, None, 0, 1, 2, 8]),
     position_s=st.sampled_from([None, 0.002, 0.007, 1.0]),
 )
 
@@ -90,6 +100,7 @@ def test_every_step_keeps_the_rules(sizes: Sizes, count: int, source: random.Ran
         window=sizes.window,
         enable_prefix_caching=sizes.enable_prefix_caching,
         group=sizes.group,
+        num_snapshots=sizes.num_snapshots,
     )
     if sizes.position_s is not None:
         times = StepTimes((1, 101), (0,), ((0.001,), (0.001 + 100 * sizes.position_s,)))
@@ -100,14 +111,19 @@ def test_every_step_keeps_the_rules(sizes: Sizes, count: int, source: random.Ran
             steps.add(coming.pop())
         alive = [*scheduler.running, *scheduler.waiting]
         if alive and source.random() < 0.03:
-            scheduler.finish(source.choice(alive))
+            leave = source.choice([scheduler.finish, scheduler.finish, scheduler.discard])
+            leave(source.choice(alive))
             scheduler.check_integrity()
+        if source.random() < 0.1:
+            live = LiveDecoding(source.choice([0.5, 1.0]), is_exact=source.random() < 0.5)
+            for request in alive:
+                request.follow(live)
         _check_step(steps, source, pauses)
         if not (coming or scheduler.running or scheduler.waiting):
             break
     else:
         raise AssertionError("it does not end")
-    assert scheduler.memory.pool.num_free == scheduler.memory.pool.num_pages
+    check_all_free(scheduler)
 
 
 def _random_request(name: str, source: random.Random) -> Request:
@@ -117,7 +133,7 @@ def _random_request(name: str, source: random.Random) -> Request:
         name,
         prompt,
         source.randint(1, 20),
-        threshold=source.choice([0.5, 0.5, 1.0]),
+        threshold=source.choice([0.5, None, 1.0]),
         window=source.choice([None, None, 0, 1, 3]),
         tier=source.choice([Tier.DEFAULT, Tier.DEFAULT, *Tier]),
         tenant=source.choice(["a", "a", "b"]),
@@ -147,7 +163,8 @@ def _check_step(steps: Steps, source: random.Random, pauses: Counter[Request]) -
             masks = chosen.get(row.request, requested_masks(row.request, scheduler.window))
             _check_row(row, masks, may_shrink=row.request in chosen)
 
-    steps.step(choose=choose, check=check, fails=source.random() < 0.05)
+    fails, alone = source.random() < 0.05, source.choice([0.0, 0.1])
+    steps.step(choose=choose, check=check, fails=fails, fails_alone=alone)
 
 
 def _check_order(scheduler: Scheduler, rows: list[ScheduledRow], pauses: Counter[Request]) -> None:
@@ -172,7 +189,7 @@ def _check_row(row: ScheduledRow, masks: Masks, *, may_shrink: bool) -> None:
     assert 1 <= row.num_tokens <= request.num_uncached
     if row.reads_logits:
         assert row.num_tokens == request.num_uncached
-        if may_shrink or request.options.mode is Mode.EXACT:
+        if may_shrink or request.plan.checks_drafts:
             assert row.num_drafts < len(masks)
             assert all(fed <= asked for fed, asked in zip(row.masks, masks, strict=False))
         else:

@@ -10,6 +10,7 @@ from mars_serve.engine.adaptive.position_budget import PositionBudget
 from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.execution.acceptance import Accepted
 from mars_serve.engine.execution.forward import Launched, ModelRunner
+from mars_serve.engine.memory import Memory
 from mars_serve.engine.request import Request
 from mars_serve.engine.sampling.grammar import GrammarError, PutOff
 from mars_serve.engine.scheduled_row import ScheduledRow
@@ -49,9 +50,9 @@ Step = Launched | FailedLaunch
 class FaultIsolation:
     """Starts steps, waits for them, and finds the rows by which a step fails."""
 
-    def __init__(self, runner: ModelRunner, budget: PositionBudget) -> None:
+    def __init__(self, runner: ModelRunner, memory: Memory, budget: PositionBudget) -> None:
         """Run steps with a runner; ``budget`` shrinks when one runs out of memory."""
-        self._runner, self.budget = runner, budget
+        self._runner, self._memory, self.budget = runner, memory, budget
         self._num_failures = 0
         """Number of the last steps that failed for every request."""
 
@@ -131,7 +132,7 @@ class FaultIsolation:
             RuntimeError: it fails, so no client's request is to blame.
         """
         request = Request("trial", [0], DecodingOptions(1))
-        request.pages, request.window_pages = failed.pages[-1:], failed.window_pages[-1:]
+        self._memory.lend(failed, request)
         try:
             (result,) = self._runner.run([ScheduledRow(request, 1, (0,), reads_logits=True)])
             result = _checked(result)

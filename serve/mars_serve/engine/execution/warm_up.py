@@ -213,6 +213,6 @@ def _rows(
         num_tokens = length - num_masks
         request = Request("warm-up", [0] * (num_cached + num_tokens), DecodingOptions(1))
         request.num_cached = num_cached
-        assert memory.reserve(request, num_tokens), "the pool holds the rows"
         rows.append(ScheduledRow(request, num_tokens, (num_masks,), reads_logits=True))
+        assert memory.reserve(rows[-1]), "the pool holds the rows"
     return rows
