@@ -29,6 +29,16 @@ TIMEOUT_S = 600
 MAX_LENGTH = 48
 PROBE = torch.arange(3, 40)[None]  # token ids [1, 37]
 
+STATES = {
+    "family": "qwen3_5_text",
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+"""Settings of `write_start` for a model with a gated delta net."""
+
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["mars_train.stage.trainer"])  # imported once for all processes
 

@@ -79,7 +79,6 @@ def trained(model: PreTrainedModel, folder: Path) -> str:
     assert checkpoint.metadata is not None
     mask = checkpoint.metadata.mask_token_id
     probe = Probe.of(own, avoided={mask})
-    probe.refuse_recurrent("trained")
     objective = Objective(own, masked=True)
     probe.check("in packed rows", partial(objective.clean_logits, probe.tokens, 4, mask))
     batch = packed_rows(mask)

@@ -12,14 +12,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import mars_train.method.attention as attention_module
+from decoding.families import HYBRIDS, build_family
 from decoding.tiny_models import build_model
 from mars_platform.method.rules import oldest_visible
 from mars_platform.mixing.bind import AttentionCall, read_call
+from mars_platform.mixing.head import layers_of
 from mars_platform.mixing.probe import Probe
+from mars_train.method import trees
 from mars_train.method.attention import FLEX_MULTIPLE
 from mars_train.method.layout import PADDING_DOCUMENT, collate
 from mars_train.method.objective import Objective
-from packed import MASK, PAD
+from packed import MASK, PAD, checkpoint_layers
 from plain_paths import LENGTHS, expected_losses, layouts, losses, packed_rows
 from routing import routed_experts
 
@@ -73,6 +76,8 @@ def one_thread() -> Iterator[None]:
 
 
 def build(family: str) -> PreTrainedModel:
+    if family in HYBRIDS:
+        return build_family(family)
     model = build_model(family, pad_token_id=PAD, **FAMILIES[family])
     for name, parameter in model.named_parameters():
         if "sinks" in name:
@@ -80,8 +85,12 @@ def build(family: str) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_each_slot_attends_as_in_a_pass_over_its_path(family: str) -> None:
+@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
+def test_each_slot_is_as_in_a_pass_over_its_path(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trees, "_CHUNK", 8)  # so that texts have several
+    monkeypatch.setattr(trees, "_CHANNEL_CHUNK", 4)
     model, batch = build(family), packed_rows(MASK)
     expected = expected_losses(model, batch)
     Probe.of(copy.deepcopy(model), avoided={MASK})
@@ -89,6 +98,24 @@ def test_each_slot_attends_as_in_a_pass_over_its_path(family: str) -> None:
     torch.testing.assert_close(losses(objective, batch), expected, rtol=1e-4, atol=1e-4)
     alone = collate([[layout] for layout in layouts(MASK)], PAD)
     torch.testing.assert_close(losses(objective, alone), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["kimi_linear", "nemotron_h"])
+@pytest.mark.filterwarnings("ignore")  # torch's own warnings
+def test_recomputed_and_compiled_states_have_the_same_gradients(family: str) -> None:
+    model, batch = build(family).train(), packed_rows(MASK)
+
+    def gradients() -> list[Tensor]:
+        sums = Objective(model, masked=True)(batch)
+        return list(torch.autograd.grad(sums.clean + sums.noisy, list(model.parameters())))
+
+    expected = gradients()
+    assert all(each.any() for each in expected)
+    checkpoint_layers(model)
+    torch.testing.assert_close(gradients(), expected)
+    for layer in layers_of(model):
+        layer.compile(backend="eager", dynamic=True)
+    torch.testing.assert_close(gradients(), expected)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])

@@ -25,7 +25,7 @@ from mars_train.recipe import DataSettings, EvaluationSettings
 from mars_train.stage.held_out import read_held_out
 from mars_train.stage.trainer import MODEL
 from mars_train.storage.directories import Storage
-from stage_runs import MAX_LENGTH, PROBE, build_job, run_stage, write_start
+from stage_runs import MAX_LENGTH, PROBE, STATES, build_job, run_stage, write_start
 
 ADAPTER = {"rank": 4}
 SCALINGS = [(1, "ddp"), (2, "ddp"), (2, "fsdp2")]
@@ -168,6 +168,16 @@ def test_other_families_are_trained(job_of, tmp_path, family):
     assert trained.settings.target_modules == ["down_proj", "o_proj"]
     assert trained.metadata.block_size == 6
     assert trained.metadata.base.name == "some/model"
+
+
+def test_masks_of_a_model_with_states_learn_and_its_tokens_do_not(job_of, tmp_path):
+    start = write_start(tmp_path / "start", **STATES)
+    job = job_of(start=start, precision="bf16", gradient_checkpointing=True)
+    outcome = run_stage(job)
+    assert outcome.error is None
+    assert np.mean(outcome.losses[-2:]) < np.mean(outcome.losses[:2]) - 0.5
+    model = load_weights(adapt(read_checkpoint(start), trained_adapter(job)), dtype=torch.float32)
+    assert torch.equal(logits_of(model), logits_of(load_model(start)))
 
 
 def test_the_mask_starts_as_the_row_of_a_model_that_knows_it(job_of, start, tmp_path):

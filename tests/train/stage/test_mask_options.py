@@ -16,7 +16,7 @@ from mars_train.method.objective import MaskLoss, Objective
 from mars_train.recipe import MarsStage
 from mars_train.stage.trainer import MODEL, learns_from_drafts
 from mars_train.storage.directories import Storage
-from stage_runs import build_job, run_stage, write_rows, write_start
+from stage_runs import STATES, build_job, run_stage, write_rows, write_start
 
 ALL = {
     "block_size": [2, 3, 8],
@@ -55,6 +55,24 @@ def test_a_run_with_all_options_resumes_bit_for_bit_and_scales(job_of):
     for name, weight in straight.weights.items():
         assert torch.equal(resumed.weights[name], weight), name
     sharded = run_stage(job_of("sharded", workers=2, strategy="fsdp2"))
+    np.testing.assert_allclose(sharded.losses, straight.losses, rtol=0, atol=1e-4)
+
+
+def test_a_model_with_states_learns_from_its_drafts_and_scales(job_of, tmp_path):
+    start = write_start(tmp_path / "start", **STATES)
+    stage = {"max_steps": 8, "learning_rate": 0.02, "micro_batch_size": 16}
+    jobs = [
+        replace(job_of(name, stage=stage, **rest), start=str(start))
+        for name, rest in [
+            ("straight", {}),
+            ("sharded", {"workers": 2, "strategy": "fsdp2", "gradient_checkpointing": True}),
+        ]
+    ]
+    straight, sharded = (run_stage(job) for job in jobs)
+    assert straight.error is None
+    first, *_, last = straight.history.steps[4:]  # those on drafts
+    assert last.noisy_loss < 0.6 * first.noisy_loss
+    assert last.clean_loss < straight.history.steps[0].clean_loss - 0.3
     np.testing.assert_allclose(sharded.losses, straight.losses, rtol=0, atol=1e-4)
 
 

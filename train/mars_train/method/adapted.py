@@ -4,6 +4,9 @@ The clean stream holds no mask, so an adapter changes neither its hidden states 
 computed first, by itself and without gradients, and keeps its keys and values. The noisy stream is
 then computed behind them. So the backward pass goes through the noisy stream alone, and no other
 activations are kept. Imports no Ray.
+
+What a layer with states hands from the clean stream to the noisy one are no keys, so that a model
+with such layers is computed in one pass, as in other stages.
 """
 
 from __future__ import annotations
@@ -47,6 +50,8 @@ class AdapterObjective(Objective):
 
     def _hidden_states(self, batch: Batch, tokens: Tensor | None = None) -> Tensor:
         """See `Objective`; the clean stream of other tokens is that of the batch before."""
+        if self._is_recurrent:
+            return super()._hidden_states(batch, tokens)
         if tokens is None:
             self._clean = self._clean_pass(batch)
         assert self._clean is not None

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from mars_platform.mixing.head import Head, decoder_of, layers_of
+from mars_platform.mixing.recurrent import bind_recurrence
 from mars_train.method.attention import (
     FLEX_MULTIPLE,
     Attention,
@@ -28,6 +29,7 @@ from mars_train.method.attention import (
     within,
 )
 from mars_train.method.layout import Batch, collate, lay_out
+from mars_train.method.trees import RowTrees
 
 MAX_LOGITS = 2**26
 """Most logits in memory at once, forward or backward, in elements (256 MiB in float32)."""
@@ -93,6 +95,7 @@ class Objective(nn.Module):
         super().__init__()
         use_attention(model, attention)
         self.model, self._head = model, Head(model)
+        self._is_recurrent = bind_recurrence(decoder_of(model))
         self.masked = masked
         self.mask_loss = mask_loss or MaskLoss()
         self.attention = attention
@@ -217,6 +220,7 @@ class Objective(nn.Module):
 
     def _decode(self, tokens: Tensor, masks: RowMasks) -> Tensor:
         """Return the last hidden states [rows, queries, width] of tokens [rows, queries]."""
+        mixing = {"mixing": RowTrees(masks.queries)} if self._is_recurrent else {}
         with within(masks):
             output = decoder_of(self.model)(
                 input_ids=tokens,
@@ -224,6 +228,7 @@ class Objective(nn.Module):
                 # Without it, some families would take rows for packed texts of their own kind.
                 attention_mask=torch.ones_like(tokens),
                 use_cache=False,
+                **mixing,
             )
         hidden: Tensor = output.last_hidden_state
         return hidden

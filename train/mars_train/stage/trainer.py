@@ -152,9 +152,7 @@ class StageTrainer:
     def _probe(self) -> Probe:
         """Look what the model's layers ask for, on the device where it will be trained."""
         self.model.to(self.workers.device)
-        probe = Probe.of(self.model, avoided={self._mask_token_id})
-        probe.refuse_recurrent("trained")
-        return probe
+        return Probe.of(self.model, avoided={self._mask_token_id})
 
     def _checked_objective(self, probe: Probe, attention: Attention) -> Objective:
         """Make the objective of a model that gives the logits of its own forward pass in a row."""
