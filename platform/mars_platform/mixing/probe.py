@@ -81,14 +81,10 @@ class Probe:
         logits = causal_of(model)(input_ids=ids, use_cache=False).logits[0]
         return cls(model.config.model_type, *layers, tokens, _comparable(logits))
 
-    def refuse_recurrent(self, use: str) -> None:
-        """Refuse a model that has states or convolutions for a use that has none of them yet.
-
-        Raises:
-            UserError: the message names the family and the use.
-        """
-        if self.scans or self.convolutions:
-            raise _refusal(self.family, f"its layers with states cannot be {use} yet")
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether any layer has states or convolutions."""
+        return bool(self.scans or self.convolutions)
 
     def check(self, way: str, compute: Callable[[], Tensor]) -> None:
         """Refuse the model if it gives other logits in another way.

@@ -47,6 +47,8 @@ from mars_serve.engine.sampling.grammar import GrammarCompiler, PutOff
 from mars_serve.engine.scheduled_row import Masks, ScheduledRow
 from mars_serve.engine.scheduler import Scheduler
 from mars_serve.engine.settings import EngineSettings
+from mars_serve.engine.state_slots import StateSlots
+from mars_serve.engine.states.slots import States
 
 _DEFAULT = LiveDecoding(0.95)
 
@@ -109,7 +111,7 @@ class Engine:
         self._drafting = DraftSources(settings.num_lookup_drafts, self.window)
         max_drafts = self._drafting.max_drafts
         self._limits = Limits(checkpoint, vocabulary, self.max_length, max_drafts > 0)
-        self._memory = self._make_memory(sizes)
+        self._memory = self._make_memory(sizes, has_states=probe.is_recurrent)
         self._scheduler = Scheduler(
             self._memory,
             max_num_seqs=settings.max_num_seqs,
@@ -118,10 +120,21 @@ class Engine:
             max_drafts=max_drafts,
         )
         self.attention = attention_of(weights, self.specs, settings, **sizes._asdict())
+        states = None
+        if self._memory.states is not None:
+            states = States(
+                probe.scans,
+                probe.convolutions,
+                num_slots=self._memory.states.pool.num_pages,
+                num_drafts=max_drafts,
+                dtype=self.dtype,
+                device=self.device,
+            )
         self._runner = ModelRunner(
             weights,
             probe,
             self.attention,
+            states,
             checkpoint.special,
             metadata.mask_token_id if metadata else None,
             max_length=self.max_length,
@@ -155,18 +168,20 @@ class Engine:
         settle_rotation(model)
         metadata, avoided = self.checkpoint.metadata, self.checkpoint.special.never_emitted
         avoided = avoided | ({metadata.mask_token_id} if metadata else set())
-        probe = Probe.of(model, avoided=avoided)
-        probe.refuse_recurrent("served")
-        return probe
+        return Probe.of(model, avoided=avoided)
 
-    def _make_memory(self, sizes: PoolSizes) -> Memory:
+    def _make_memory(self, sizes: PoolSizes, *, has_states: bool) -> Memory:
         bounded = [group for group in group_layers(self.specs)[0] if group.is_bounded]
         windows = None
         if bounded:
             pool = PagePool(sizes.num_window_pages, sizes.page_size)
             windows = WindowPages(pool, lambda at: min(group.oldest(at) for group in bounded))
-        pool = PagePool(sizes.num_pages, sizes.page_size)
-        return Memory(pool, windows, enable_prefix_caching=self.settings.enable_prefix_caching)
+        states, settings = None, self.settings
+        if has_states:
+            slots = PagePool(settings.num_state_slots, sizes.page_size)
+            states = StateSlots(slots, settings.num_state_snapshots)
+        pool, cached = PagePool(sizes.num_pages, sizes.page_size), settings.enable_prefix_caching
+        return Memory(pool, windows, states, enable_prefix_caching=cached)
 
     @property
     def overlaps(self) -> bool:

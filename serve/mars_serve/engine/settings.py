@@ -29,6 +29,10 @@ class EngineSettings(Settings):
     memory_fraction: float = Field(default=0.85, gt=0, lt=1)
     """Share that the pool takes of what the weights leave of the replica's part of a GPU's memory;
     with ``num_gpus: 0.5`` that part is a half."""
+    num_state_snapshots: int = Field(default=64, ge=0)
+    """Snapshots of the states of recurrent layers by which prefixes of prompts are found, beside
+    two states for each of ``max_num_seqs``; 0 for none, and no prefix caching. `marsray doctor`
+    tells the memory of a state, which on a GPU the pool gives up."""
     max_num_seqs: int = Field(default=32, ge=1)
     """Most requests that run at once."""
     max_num_batched_tokens: int = Field(default=1024, ge=65)
@@ -51,10 +55,15 @@ class EngineSettings(Settings):
     pages in place."""
     batch_invariant: bool = False
     """Whether steps are computed in fixed shapes, so that no bit of a request's numbers depends on
-    the other requests. Slower."""
+    the other requests. Slower, and not for models with recurrent layers."""
     step_timeout_s: float = Field(default=30.0, gt=0)
     """Least seconds after which a step is taken to hang, and the engine is ended and replaced. A
     step that is expected to take long gets ten times its expected time."""
+
+    @property
+    def num_state_slots(self) -> int:
+        """Slots for states of recurrent layers, if a model has any; see `StateSlots`."""
+        return 2 * self.max_num_seqs + self.num_state_snapshots
 
     def page_size_on(self, device: str) -> int:
         """Return the tokens in a page on a type of device."""

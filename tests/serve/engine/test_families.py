@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 import mars_platform.mixing.latent as latent_module
 from decoding.engine_requests import make_request
 from decoding.engines import oracle, output_of, paged_attention, passes_of, run
-from decoding.families import KNOWN, MIXED, build_family
+from decoding.families import HYBRIDS, KNOWN, MIXED, build_family
 from decoding.tiny_models import build_model
 from decoding.watched_engine import Watch, crowd
 from mars_platform.checkpoint.directory import Checkpoint, SpecialTokens, read_checkpoint
@@ -29,7 +30,9 @@ from mars_serve.engine.attention.interface import LayerGroup
 from mars_serve.engine.attention.mixed import MixedAttention
 from mars_serve.engine.attention.selection import choose_attention
 from mars_serve.engine.engine import Engine
+from mars_serve.engine.execution.forward import Launched
 from mars_serve.engine.request import Request
+from mars_serve.engine.scheduled_row import ScheduledRow
 from mars_serve.engine.settings import EngineSettings
 from routing import routed_experts
 
@@ -70,7 +73,14 @@ def generated(model: PreTrainedModel, request: Request) -> list[int]:
     return output[0, request.num_prompt :].tolist()
 
 
-@pytest.mark.parametrize("family", KNOWN)
+SLOW = set(HYBRIDS) - {"lfm2", "nemotron_h", "qwen3_5_text"}
+"""Families whose positions are compared in every run, and outputs in a full one alone."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(each, marks=[pytest.mark.full] if each in SLOW else []) for each in KNOWN],
+)
 def test_a_family_is_served_as_transformers_generates(family: str) -> None:
     model = build_family(family)
     expected = [generated(model, request) for request in requests()]
@@ -98,7 +108,10 @@ QUICK = {
         pytest.param(
             *each, marks=[] if each[1] == "gathered" or each in QUICK else pytest.mark.full
         )
-        for each in product(MIXED, ["gathered", "batch-invariant", "paged"])
+        for each in [
+            *product(MIXED, ["gathered", "batch-invariant", "paged"]),
+            *product(HYBRIDS, ["gathered", "paged"]),
+        ]
     ],
 )
 def test_every_position_is_that_of_a_plain_pass(family: str, backend: str) -> None:
@@ -108,7 +121,7 @@ def test_every_position_is_that_of_a_plain_pass(family: str, backend: str) -> No
     engine = build_engine(model, sizes=sizes, **options)
     watch = Watch(engine, model)
     run(engine, crowd(), at_once=6)
-    assert watch.worst < 1e-4
+    assert watch.worst < (1e-3 if family in HYBRIDS else 1e-4)  # transformers' states are 2e-4 off
     status = engine.status()
     assert status.num_preemptions > 0
     assert status.num_prefix_hit_tokens > 0
@@ -122,6 +135,35 @@ def test_no_position_sees_what_was_given_back() -> None:
     watch = Watch(engine, model)
     run(engine, crowd(), at_once=6)
     assert watch.worst < 1e-4
+
+
+class Failing(Watch):
+    """Also lets every third step of several rows fail, after it has written all that it writes."""
+
+    def __init__(self, engine: Engine, model: PreTrainedModel) -> None:
+        super().__init__(engine, model)
+        self._launch, self.num_failures, self._num_steps = engine._runner.launch, 0, 0
+        engine._runner.launch = self.launch  # type: ignore[method-assign]
+
+    def launch(self, rows: Sequence[ScheduledRow]) -> Launched:
+        self.rows = rows
+        return self._launch(rows)
+
+    def __call__(self, *given: Any, **options: Any) -> Tensor:
+        hidden = super().__call__(*given, **options)
+        self._num_steps += 1
+        if len(self.rows) > 1 and self._num_steps % 3 == 0:
+            self.num_failures += 1
+            raise RuntimeError("this step fails")
+        return hidden
+
+
+def test_steps_that_failed_leave_states_as_they_were() -> None:
+    model = build_family("qwen3_5_text")
+    watch = Failing(build_engine(model, sizes={**CROWDED}), model)
+    run(watch.engine, crowd(), at_once=6)
+    assert watch.num_failures > 10
+    assert watch.worst < 1e-3
 
 
 class Routes(Watch):
@@ -233,7 +275,6 @@ def test_many_layers_of_latent_attention_may_round() -> None:
         ("bert", {"num_key_value_heads": 4}, "mask is neither causal nor of windows or chunks"),
         ("mamba", {}, "no layer calls transformers' attention interface"),
         ("bloom", {}, "no layer calls transformers' attention interface"),
-        ("lfm2", {"layer_types": ["conv", *FULL[1:]]}, "layers with states cannot be served yet"),
     ],
 )
 def test_other_families_are_refused_by_name(

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from decoding.engines import poison_windows
-from decoding.families import MIXED, build_family
+from decoding.families import HYBRIDS, MIXED, build_family
 from decoding.grammar_specs import regex
 from decoding.tiny_models import build_model
 from mars_autoscale.model.step_times import StepTimes
@@ -163,7 +163,7 @@ _ARRIVALS = st.builds(
 
 @cache
 def _model(family: str = "qwen2") -> PreTrainedModel:
-    build = build_family if family in MIXED else build_model
+    build = build_family if family in {**MIXED, **HYBRIDS} else build_model
     sizes = {"hidden_size": 16, "intermediate_size": 32, "initializer_range": 0.4}
     model = build(family, vocab_size=VOCABULARY, **sizes)
     with torch.no_grad():
@@ -301,11 +301,14 @@ def test_the_schedules_meet_what_they_are_about(engines: list[Engine], seen: Cou
     assert seen["threshold moved, masks accepted"] > 0
 
 
+QUICK = ("gemma4_text", "gpt_oss", "falcon_h1", "kimi_linear", "lfm2", "nemotron_h", "qwen3_5_text")
+
+
 @pytest.mark.parametrize(
     "family",
     [
-        each if each in ("gemma4_text", "gpt_oss") else pytest.param(each, marks=pytest.mark.full)
-        for each in MIXED
+        each if each in QUICK else pytest.param(each, marks=pytest.mark.full)
+        for each in (*MIXED, *HYBRIDS)
     ],
 )
 def test_layers_of_every_kind_keep_to_the_oracle(family: str, seen: Counter[str]) -> None:

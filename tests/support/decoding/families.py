@@ -97,7 +97,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 }
 """Families that have layers with states or convolutions beside attention."""
 _MORE = {**dict.fromkeys(("exaone4", "olmo3"), _SLIDING)}
-KNOWN = sorted({*_KNOWN.split(), *MIXED})
+KNOWN = sorted({*_KNOWN.split(), *MIXED, *HYBRIDS})
 """Families whose outputs are compared with those of transformers' own loop in every run."""
 
 _UNGROUPED = """

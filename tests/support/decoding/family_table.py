@@ -40,7 +40,8 @@ from mars_train.method.objective import Objective
 from marsray_docs.families import FILE, RIGHT
 from plain_paths import expected_losses, losses, packed_rows
 
-_TOLERANCE = 1e-4
+_TOLERANCE = 1e-3
+"""Largest relative error; families with states are themselves up to 2e-4 off in float32."""
 _MOST_WEIGHTS = 20_000_000
 
 

@@ -35,10 +35,11 @@ from mars_serve.engine.execution.prompt_logprobs import (
 )
 from mars_serve.engine.execution.proposals import build_reads, propose, unpack
 from mars_serve.engine.execution.step_sampling import Reports, reported, sampled_rows
-from mars_serve.engine.request import Request
+from mars_serve.engine.request import Request, RowState
 from mars_serve.engine.sampling.grammar_budget import GrammarBudget, StepGrammars
 from mars_serve.engine.sampling.sampler import choose_tokens
 from mars_serve.engine.scheduled_row import ScheduledRow
+from mars_serve.engine.states.slots import States
 
 OnLogits = Callable[[Tensor, Sequence[ScheduledRow]], None]
 """Function called in each step with the raw logits [reads, vocabulary], valid during the call, and
@@ -107,6 +108,7 @@ class ModelRunner:
         model: PreTrainedModel,
         probe: Probe,
         attention: Attention,
+        states: States | None,
         special: SpecialTokens,
         mask_token_id: int | None,
         *,
@@ -121,6 +123,7 @@ class ModelRunner:
             model: on its device and in its type.
             probe: the model's own logits, which it has to give over pages as well.
             attention: owns the KV cache.
+            states: slots of recurrent layers, if there are any.
             special: tokens that end a sequence, and tokens that are never emitted.
             mask_token_id: id of the mask; None for a plain AR model.
             max_length: most tokens of a request.
@@ -138,9 +141,10 @@ class ModelRunner:
             sorted(special.never_emitted), dtype=torch.long, device=model.device
         )
         self._graphed: GraphedForward | None = None  # unless attention reads pages in place
-        if isinstance(attention, InPlace):
+        if isinstance(attention, InPlace) and states is None:
             self._graphed = GraphedForward(model, attention, self._banned)
-        self._forward: Forward = self._graphed or EagerForward(model, attention)
+        self._forward: Forward = self._graphed or EagerForward(model, attention, states)
+        self._states = states
         self.mask_token_id = mask_token_id
         self._multiple_of = _TILE if batch_invariant else 1
         self._draw_accepted = draw_accepted
@@ -157,9 +161,11 @@ class ModelRunner:
         request.pages = list(range(-(-len(tokens) // page_size)))  # nothing else holds any yet
         request.window_pages = request.pages
         found = []
-        for most in (PREFIX, len(tokens)):
+        for slot, most in enumerate((PREFIX, len(tokens))):
             if not request.scores_prompt:
                 break
+            if self._states is not None:
+                request.state = RowState(slot - 1 if slot else self._states.num_slots, 0, slot, [])
             row = ScheduledRow(request, min(most, request.num_uncached), (0,), reads_logits=False)
             batch = build_batch([row], None, self._multiple_of)
             output = self._forward(batch, None, next_tokens([row]))

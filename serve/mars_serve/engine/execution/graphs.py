@@ -25,6 +25,7 @@ from mars_serve.engine.execution.proposals import Reads
 from mars_serve.engine.execution.staging import InputSizes, StepInput, fill
 from mars_serve.engine.execution.step_function import StepFunction
 from mars_serve.engine.kernels.acceptance import propose
+from mars_serve.engine.states.slots import States
 
 _log = logging.getLogger(__name__)
 
@@ -75,9 +76,11 @@ class Forward(Protocol):
 class EagerForward:
     """Runs the model eagerly, with any attention backend."""
 
-    def __init__(self, model: PreTrainedModel, attention: Attention) -> None:
-        """See `StepFunction`."""
-        self._device, self._attention = model.device, attention
+    def __init__(
+        self, model: PreTrainedModel, attention: Attention, states: States | None = None
+    ) -> None:
+        """Take a model, see `StepFunction`, and the states of its recurrent layers, if any."""
+        self._device, self._attention, self._states = model.device, attention, states
         self._function = StepFunction(model, attention)
 
     def __call__(
@@ -89,8 +92,9 @@ class EagerForward:
         fill(sizes.on_host(numbers), batch, reads, next_tokens)
         step = sizes.on_device(to_device(numbers, self._device))
         metadata = self._attention.prepare(batch)
+        mixing = None if self._states is None else self._states.prepare(batch)
         hidden = self._function.hidden(
-            step.ids, step.position_ids, metadata, has_masks=batch.has_masks
+            step.ids, step.position_ids, metadata, mixing, has_masks=batch.has_masks
         )
         return ForwardOutput(
             logits=self._function.logits(hidden.index_select(0, step.reads)),

@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from mars_platform.mixing.bind import AttentionCall, bound
 from mars_platform.mixing.head import Head, decoder_of
+from mars_platform.mixing.recurrent import Recurrence
 from mars_serve.engine.attention.interface import Attention
 from mars_serve.engine.decoder.adapter import step_gate
 
@@ -26,18 +27,28 @@ class StepFunction:
         return self._gate is not None
 
     def hidden(
-        self, ids: Tensor, position_ids: Tensor, metadata: Any, *, has_masks: bool = True
+        self,
+        ids: Tensor,
+        position_ids: Tensor,
+        metadata: Any,
+        mixing: Recurrence | None = None,
+        *,
+        has_masks: bool = True,
     ) -> Tensor:
         """Return the last layer's hidden states of all positions, [positions, hidden_size].
 
-        ``ids``, of tokens, and ``position_ids`` are int64 [positions]. An adapter acts only if
-        ``has_masks``, which says that ``ids`` may hold the mask.
+        ``ids``, of tokens, and ``position_ids`` are int64 [positions]. ``mixing`` runs the states
+        of recurrent layers; None if there are none. An adapter acts only if ``has_masks``, which
+        says that ``ids`` may hold the mask.
         """
         if self._gate is not None:
             self._gate.set(ids if has_masks else None)
         positions = position_ids[None]
+        inputs: dict[str, Any] = {"input_ids": ids[None], "position_ids": positions}
+        if mixing is not None:
+            inputs["mixing"] = mixing
         with bound(_Step(self._attention, positions, metadata)):
-            output = self._decoder(input_ids=ids[None], position_ids=positions, use_cache=False)
+            output = self._decoder(**inputs, use_cache=False)
         hidden: Tensor = output[0][0]
         return hidden
 

@@ -78,7 +78,7 @@ class States:
             num_weights=max((spec.heads * _rates(spec) for spec in scans), default=1),
             device=device,
         )
-        window = self._planner.window
+        self.num_slots, window = num_slots, self._planner.window
         self.scans = [
             _Scan(
                 *(
