@@ -60,6 +60,13 @@ class EngineStatus:
     """Number of rows, over all steps, that gave their request a token."""
     busy_s: float = 0.0
     """Seconds for which the engine had requests, up to the end of the last step."""
+    num_held_states: int = 0
+    """Slots for states of recurrent layers that requests hold."""
+    num_state_snapshots: int = 0
+    """Snapshots of such states by which prefixes are found."""
+    num_computed_again: int = 0
+    """Tokens whose pages were found in the prefix cache, but that were computed again since no
+    state or no window behind them was."""
 
     @property
     def kv_share(self) -> float | None:

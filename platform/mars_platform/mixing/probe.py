@@ -134,6 +134,7 @@ def _record(model: PreTrainedModel, ids: Tensor) -> LayerSpecs:
     order = torch.randperm(ids.shape[1], generator=torch.Generator().manual_seed(1))
     order = order.to(ids.device)
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    mask = torch.ones_like(ids, device="cpu" if ids.is_meta else None)  # some look at its numbers
 
     def outputs(order: Tensor) -> Tensor:
         with recorder.active(positions[:, order]):
@@ -141,7 +142,7 @@ def _record(model: PreTrainedModel, ids: Tensor) -> LayerSpecs:
                 input_ids=ids[:, order],
                 position_ids=positions[:, order],
                 # Without it, transformers would take a permutation for several packed texts.
-                attention_mask=torch.ones_like(ids),
+                attention_mask=mask,
                 use_cache=False,
                 **mixing,
             )

@@ -12,6 +12,7 @@ from mars_autoscale.model.step_times import StepTimes
 from mars_autoscale.policy.reports import EngineStatus
 from mars_platform.checkpoint.adapted import load_weights
 from mars_platform.checkpoint.directory import Checkpoint
+from mars_platform.errors import UserError
 from mars_platform.method.mode import LiveDecoding
 from mars_platform.mixing.latent import absorb
 from mars_platform.mixing.probe import Probe
@@ -48,7 +49,7 @@ from mars_serve.engine.scheduled_row import Masks, ScheduledRow
 from mars_serve.engine.scheduler import Scheduler
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.engine.state_slots import StateSlots
-from mars_serve.engine.states.slots import States
+from mars_serve.engine.states.slots import States, slot_bytes
 
 _DEFAULT = LiveDecoding(0.95)
 
@@ -102,14 +103,17 @@ class Engine:
         groups, _ = group_layers([spec.within(checkpoint.max_length) for spec in specs])
         self.token_elements = sum(group.elements_per_token for group in groups)
         """Elements of a token's keys and values over all layers."""
-        sizes = pool_sizes(settings, groups, weights)
+        layers = probe.scans, probe.convolutions
+        num_lookup = settings.num_lookup_drafts
+        self._drafting = DraftSources(num_lookup, self.window, has_states=probe.is_recurrent)
+        max_drafts = self._drafting.max_drafts
+        taken = slot_bytes(*layers, num_drafts=max_drafts, dtype=self.dtype)
+        sizes = pool_sizes(settings, groups, weights, taken)
         self.page_size, self.num_pages = sizes.page_size, sizes.num_pages
         self.specs = [spec.within(self.max_length) for spec in specs]
         """Attention of each layer, without windows that no text is long enough for."""
         vocabulary = weights.get_output_embeddings().out_features
         check_mask(checkpoint, vocabulary)
-        self._drafting = DraftSources(settings.num_lookup_drafts, self.window)
-        max_drafts = self._drafting.max_drafts
         self._limits = Limits(checkpoint, vocabulary, self.max_length, max_drafts > 0)
         self._memory = self._make_memory(sizes, has_states=probe.is_recurrent)
         self._scheduler = Scheduler(
@@ -123,8 +127,7 @@ class Engine:
         states = None
         if self._memory.states is not None:
             states = States(
-                probe.scans,
-                probe.convolutions,
+                *layers,
                 num_slots=self._memory.states.pool.num_pages,
                 num_drafts=max_drafts,
                 dtype=self.dtype,
@@ -168,7 +171,13 @@ class Engine:
         settle_rotation(model)
         metadata, avoided = self.checkpoint.metadata, self.checkpoint.special.never_emitted
         avoided = avoided | ({metadata.mask_token_id} if metadata else set())
-        return Probe.of(model, avoided=avoided)
+        probe = Probe.of(model, avoided=avoided)
+        if probe.is_recurrent and self.settings.batch_invariant:
+            raise UserError(
+                f"engine.batch_invariant: the steps of recurrent layers, which {probe.family!r} "
+                "has, are not computed in fixed shapes; leave it out, or take another model"
+            )
+        return probe
 
     def _make_memory(self, sizes: PoolSizes, *, has_states: bool) -> Memory:
         bounded = [group for group in group_layers(self.specs)[0] if group.is_bounded]
@@ -202,6 +211,7 @@ class Engine:
         """Return how full the engine is, and what it has done since its start, audits left out."""
         num_running = sum(not request.is_audit for request in self._scheduler.running)
         num_requests = len(self._requests) - self._num_audits
+        slots = self._memory.states.pool if self._memory.states is not None else None
         return EngineStatus(
             num_requests=num_requests,
             num_running=num_running,
@@ -211,6 +221,9 @@ class Engine:
             num_prefix_hit_tokens=self._scheduler.num_prefix_hit_tokens,
             num_preemptions=self._scheduler.num_preemptions,
             num_out_of_memory=self._isolation.budget.num_out_of_memory,
+            num_held_states=slots.num_pages - slots.num_free if slots is not None else 0,
+            num_state_snapshots=slots.num_registered if slots is not None else 0,
+            num_computed_again=self._memory.num_computed_again,
             **vars(self._counts),
         )
 
@@ -288,7 +301,7 @@ class Engine:
         assert request.id not in self._requests, "request ids are unique"
         request.follow(self._step_live)
         if request.is_audit:
-            request.take_audited_drafts()
+            request.take_audited_drafts(self._drafting.max_audit_drafts)
         if request.arrived_at is None:
             request.arrived_at = time.monotonic()
         if len(self._requests) == self._num_audits:

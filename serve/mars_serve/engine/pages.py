@@ -53,6 +53,11 @@ class PagePool:
         """Pages that can be allocated, free or cached."""
         return len(self._free) + len(self._cached)
 
+    @property
+    def num_registered(self) -> int:
+        """Pages that are found by the key of their content."""
+        return len(self._page_of)
+
     def pages_for(self, num_tokens: int) -> int:
         """Return the number of pages that ``num_tokens`` tokens take."""
         return -(-num_tokens // self.page_size)

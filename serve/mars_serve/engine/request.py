@@ -184,12 +184,12 @@ class Request:
         """Rank by which requests are scheduled: that of the tier, or below all tiers for audits."""
         return _AUDIT_RANK if self.is_audit else self.options.tier.rank
 
-    def take_audited_drafts(self) -> None:
-        """Draft what was served next, if the output has followed it so far."""
+    def take_audited_drafts(self, most: int) -> None:
+        """Draft ``most`` tokens of what was served next, if the output has followed it so far."""
         start = self.num_output
         follows = self.tokens[self.num_prompt :] == list(self.audited[:start])
         if follows:
-            tokens = self.audited[start : start + MAX_AUDIT_DRAFTS]
+            tokens = self.audited[start : start + most]
             self.drafts, self.num_own_drafts = [Draft(token, 1.0) for token in tokens], 0
 
     def set_drafts(self, own: Sequence[Draft], looked_up: Sequence[Draft] = ()) -> None:

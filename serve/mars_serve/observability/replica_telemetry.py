@@ -20,6 +20,12 @@ _KV_USAGE = MetricDefinition(
     "Share of the KV cache's pages that requests hold, 0 to 1; pages that only cache a prefix "
     "count as free.",
 )
+_STATES = MetricDefinition(
+    "marsray_states_held", "States of recurrent layers that requests hold, up to two each."
+)
+_SNAPSHOTS = MetricDefinition(
+    "marsray_state_snapshots", "Snapshots of states of recurrent layers that cache a prefix."
+)
 _THRESHOLD = MetricDefinition(
     "marsray_confidence_threshold",
     "Threshold of requests of tier default in mode threshold that name none, before their floors.",
@@ -53,6 +59,11 @@ _COUNTERS = {
         "marsray_prefix_cache_hit_tokens_total",
         "Tokens found in the prefix cache instead of being computed, including those of requests "
         "that resume after a preemption.",
+    ),
+    "num_computed_again": MetricDefinition(
+        "marsray_prefix_cache_recomputed_tokens_total",
+        "Tokens that were computed although their keys and values were in the prefix cache, since "
+        "no state of recurrent layers, or no window of keys and values, was there to go on from.",
     ),
     "num_preemptions": MetricDefinition(
         "marsray_preemptions_total", "Times that a request lost its pages to another request."
@@ -133,6 +144,8 @@ class ReplicaTelemetry(Collector):
             (_RUNNING, status.num_running),
             (_WAITING, status.num_waiting),
             (_KV_USAGE, status.kv_share or 0.0),
+            (_STATES, status.num_held_states),
+            (_SNAPSHOTS, status.num_state_snapshots),
             (_THRESHOLD, live.threshold),
             (_FLEX_THRESHOLD, live.threshold_of(Tier.FLEX)),
             (_EXACT, live.is_exact),

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decoding.families import build_family
 from decoding.tiny_models import build_model
 from mars_platform.checkpoint.directory import SpecialTokens
+from mars_platform.errors import UserError
 from mars_platform.method.mode import Confidence, Mode
 from mars_serve.engine.decoding_options import DecodingOptions, Outcomes, Sampling
 from mars_serve.engine.engine import Engine
@@ -181,3 +183,10 @@ def test_a_tiled_layer_multiplies_each_row_alike(model: PreTrainedModel) -> None
         torch.testing.assert_close(outputs, linear(inputs))
         for begin, end in ((0, 1), (5, 8), (13, 40)):
             assert torch.equal(tiled(inputs[:, begin:end]), outputs[:, begin:end])
+
+
+def test_recurrent_layers_are_refused_where_bits_must_not_depend_on_others(
+    make_engine: Callable[..., Engine],
+) -> None:
+    with pytest.raises(UserError, match=r"^engine.batch_invariant: .*'lfm2'"):
+        make_engine(build_family("lfm2"), SPECIAL, batch_invariant=True)

@@ -10,9 +10,11 @@ from transformers import PreTrainedModel
 from mars_platform.checkpoint.adapter.layers import resolve_targets
 from mars_platform.checkpoint.adapter.settings import AdapterSettings
 from mars_platform.errors import UserError
-from mars_platform.mixing.specs import AttentionSpec
+from mars_platform.mixing.specs import AttentionSpec, LayerSpecs
 from mars_serve.cli.doctor.finding import Finding
 from mars_serve.engine.attention.interface import group_layers
+from mars_serve.engine.settings import EngineSettings
+from mars_serve.engine.states.slots import slot_bytes
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,18 @@ def findings(
     parts = ", ".join(f"{each.cache_bytes / 1024:,.1f} {each.reach}" for each in found)
     text = f"{total / 1024:,.1f} KiB a token in {str(dtype).removeprefix('torch.')}"
     yield Finding("cache", "ok", text + (f" ({parts})" if len(found) > 1 else ""))
+
+
+def states(layers: LayerSpecs, block_size: int, dtype: torch.dtype) -> Iterator[Finding]:
+    """Say what the states of recurrent layers take, if there are any."""
+    sizes = layers.scans, layers.convolutions
+    mib = slot_bytes(*sizes, num_drafts=block_size, dtype=dtype) / 2**20
+    if mib:
+        engine = EngineSettings()
+        num, rows, kept = engine.num_state_slots, engine.max_num_seqs, engine.num_state_snapshots
+        text = f"{len(sizes[0])} layers with states and {len(sizes[1])} with convolutions take "
+        text += f"{mib:,.2f} MiB a slot, {num * mib / 1024:,.2f} GiB with two slots for each of "
+        yield Finding("states", "ok", f"{text}{rows} requests and {kept} snapshots for prefixes")
 
 
 def works(model: PreTrainedModel, *, has_masks: bool) -> Finding:

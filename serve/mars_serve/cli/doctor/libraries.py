@@ -75,6 +75,8 @@ def _checkpoint(path: Path) -> Iterator[Finding]:
     specs = absorb(model, recorded.attention)
     mars, dtype = checkpoint.metadata, stored_dtype(path)
     yield from layers.findings(specs, checkpoint.max_length, getattr(torch, dtype))
+    block_size = mars.block_size if mars is not None else 0
+    yield from layers.states(recorded, block_size, getattr(torch, dtype))
     kind = f"block size {mars.block_size}" if mars else "plain AR"
     found = f"{type(model).__name__}, {num / 1e6:,.1f}M weights in {dtype}, {kind}"
     yield Finding("checkpoint", "ok", found)

@@ -22,13 +22,16 @@ class PoolSizes(NamedTuple):
 
 
 def pool_sizes(
-    settings: EngineSettings, groups: Sequence[LayerGroup], model: PreTrainedModel
+    settings: EngineSettings,
+    groups: Sequence[LayerGroup],
+    model: PreTrainedModel,
+    slot_bytes: int = 0,
 ) -> PoolSizes:
     """Return the pages that the settings give or the device's memory allows.
 
     On a GPU, pages fill the memory that is free once ``model``, of layers in ``groups``, is on it,
     within this process's share of the device, as `torch.cuda.set_per_process_memory_fraction` has
-    set it.
+    set it. States of recurrent layers of ``slot_bytes`` each take a part of that.
 
     Raises:
         UserError: the memory does not hold one page.
@@ -43,7 +46,8 @@ def pool_sizes(
         for group in groups:
             num_bytes = group.elements_per_token * page_size * model.dtype.itemsize
             page_bytes[group.is_bounded] += num_bytes
-        num_pages = _num_fitting(settings, model.device, room, *page_bytes)
+        taken = (settings.num_state_slots + 1) * slot_bytes
+        num_pages = _num_fitting(settings, model.device, taken, room, *page_bytes)
     num_pages = num_pages or CPU_PAGES
     return PoolSizes(
         page_size, num_pages, min(num_pages, room + num_pages // CACHED_SHARE) if room else 0
@@ -51,24 +55,32 @@ def pool_sizes(
 
 
 def _num_fitting(
-    settings: EngineSettings, device: torch.device, room: int, page_bytes: int, window_bytes: int
+    settings: EngineSettings,
+    device: torch.device,
+    taken: int,
+    room: int,
+    page_bytes: int,
+    window_bytes: int,
 ) -> int:
-    """Return how many pages a GPU's memory holds beside those of windows.
+    """Return how many pages a GPU's memory holds beside those of windows and ``taken`` bytes.
 
     If there are n, windows have n or ``room + n / CACHED_SHARE`` pages, whichever is less. So the
     larger of the two numbers that either would leave room for fits.
     """
     free = _bytes_left(device)
-    share = int(free * settings.memory_fraction)
+    share = int(free * settings.memory_fraction) - taken
     fitting = max(
         share // (page_bytes + window_bytes),
         (share - room * window_bytes) * CACHED_SHARE // (CACHED_SHARE * page_bytes + window_bytes),
     )
     if fitting < 1:
+        needed = f"one page of {(page_bytes + window_bytes) / 2**20:.1f} MiB"
+        states = f" and {taken / 2**20:.0f} MiB of states" if taken else ""
+        fewer = ", lower engine.max_num_seqs or engine.num_state_snapshots" if taken else ""
         raise UserError(
-            f"engine.memory_fraction: {free / 2**20:.0f} MiB are left beside the weights, less "
-            f"than one page of {(page_bytes + window_bytes) / 2**20:.1f} MiB; use a larger GPU or "
-            "share of one, or a smaller model"
+            f"engine.memory_fraction: {free / 2**20:.0f} MiB are left beside the weights, of which "
+            f"the pool's share is less than {needed}{states}; use a larger GPU or share of one, or "
+            f"a smaller model{fewer}"
         )
     return fitting
 

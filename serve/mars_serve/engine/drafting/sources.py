@@ -1,7 +1,7 @@
 """All that gives drafts to an engine's requests."""
 
 from mars_serve.engine.drafting.lookup import LookupDrafter
-from mars_serve.engine.request import Draft, Request
+from mars_serve.engine.request import MAX_AUDIT_DRAFTS, Draft, Request
 
 
 class DraftSources:
@@ -10,10 +10,15 @@ class DraftSources:
     A request that audits an output has its drafts from that output alone.
     """
 
-    def __init__(self, num_lookup_drafts: int, window: int) -> None:
-        """Start without requests; ``num_lookup_drafts`` is explained in `EngineSettings`."""
+    def __init__(self, num_lookup_drafts: int, window: int, *, has_states: bool = False) -> None:
+        """Start without requests; ``num_lookup_drafts`` is explained in `EngineSettings`.
+
+        If recurrent layers have states, the log in a slot bounds audits as well.
+        """
         self.max_drafts = max(window, num_lookup_drafts)
         """Most drafts of a request in a step, those of masks included."""
+        self.max_audit_drafts = self.max_drafts if has_states else MAX_AUDIT_DRAFTS
+        """Most drafts of a request that audits an output."""
         self._lookup = None
         if num_lookup_drafts:
             self._lookup = LookupDrafter(num_lookup_drafts, self.max_drafts)
@@ -29,7 +34,7 @@ class DraftSources:
         if plan.checks_drafts:
             request.set_drafts(own)
         if request.is_audit:
-            request.take_audited_drafts()
+            request.take_audited_drafts(self.max_audit_drafts)
         elif self._lookup is not None and plan.checks_drafts and plan.leaves_masks:
             self._lookup.follow(request, before[num_new:], least_chance)
 

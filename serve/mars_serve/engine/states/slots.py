@@ -105,6 +105,24 @@ class States:
         return StepStates(self, self._planner.plan(batch))
 
 
+def slot_bytes(
+    scans: Sequence[ScanSpec],
+    convolutions: Sequence[ConvSpec],
+    *,
+    num_drafts: int,
+    dtype: torch.dtype,
+) -> int:
+    """Return the bytes of a slot; see `States`."""
+    numbers = sum(
+        spec.heads * (spec.key_dim + num_drafts) * spec.value_dim
+        + num_drafts * spec.heads * (spec.key_dim + _rates(spec))
+        for spec in scans
+    )
+    window = max((spec.kernel for spec in convolutions), default=1) - 1 + num_drafts
+    inputs = window * sum(spec.channels for spec in convolutions)
+    return numbers * torch.float32.itemsize + inputs * dtype.itemsize
+
+
 def _rates(spec: ScanSpec) -> int:
     return spec.key_dim if spec.decay_per_channel else 1
 

@@ -87,6 +87,15 @@ def test_kinds_of_layers_and_their_cache_are_told(
     assert layers.startswith(f"{len(first['layers'])} {first['reach']}: {first['sizes']}")
 
 
+def test_what_states_of_recurrent_layers_take_is_told(plain_dir: Path, tmp_path: Path) -> None:
+    tokenizer, model = read_checkpoint(plain_dir).tokenizer, build_family("lfm2", vocab_size=320)
+    save_checkpoint(tmp_path, model, tokenizer, None)
+    found = by_check(libraries.torch_findings(tmp_path))
+    told = "0 layers with states and 2 with convolutions take 0.00 MiB a slot, 0.00 GiB with"
+    assert found["states"].found.startswith(told)
+    assert found["layers"].found.startswith("1 full: ")
+
+
 def test_a_family_that_is_refused_is_named(plain_dir: Path, tmp_path: Path) -> None:
     tokenizer = read_checkpoint(plain_dir).tokenizer
     model = build_family("diffllama", vocab_size=320)

@@ -46,6 +46,15 @@ def test_pages_take_a_share_of_what_is_left_of_the_replicas_part(gpu, free, shar
     assert sizes == (256, left * GIB // 2 // page_bytes, 0)
 
 
+def test_states_take_their_part_before_pages(gpu):
+    gpu(64, 1.0, 16)
+    page_bytes, num_slots = WHOLE.elements_per_token * 256 * 2, 2 * 32 + 64 + 1
+    sizes = pool_sizes(SETTINGS, [WHOLE], MODEL, slot_bytes=100 * 2**20)
+    assert sizes.num_pages == (32 * GIB - num_slots * 100 * 2**20) // page_bytes
+    with pytest.raises(UserError, match=r"33024 MiB of states; .*num_state_snapshots$"):
+        pool_sizes(SETTINGS, [WHOLE], MODEL, slot_bytes=2**28)
+
+
 @pytest.mark.parametrize(
     ("groups", "free", "has_room"),
     [([WHOLE, WINDOWED], 64, True), ([WINDOWED], 64, True), ([WHOLE, WINDOWED], 2, False)],

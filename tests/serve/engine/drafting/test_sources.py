@@ -54,6 +54,13 @@ def test_drafts_behind_a_wrong_one_are_those_of_the_tokens_to_come() -> None:
     assert [draft.token for draft in request.drafts] == [22, 23]
 
 
+@pytest.mark.parametrize(("has_states", "num_drafts"), [(False, 32), (True, 8)])
+def test_the_log_of_states_bounds_the_drafts_of_audits(has_states: bool, num_drafts: int) -> None:
+    sources, request = DraftSources(3, 8, has_states=has_states), request_of()
+    request.audited = (TEXT * 6)[:50]
+    assert taken(sources, request) == request.audited[1 : 1 + num_drafts]
+
+
 def test_a_request_that_has_ended_leaves_nothing_behind() -> None:
     sources = DraftSources(4, 4)
     taken(sources, request_of())

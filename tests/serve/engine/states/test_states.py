@@ -16,7 +16,7 @@ from mars_platform.mixing.specs import ConvSpec, ScanSpec
 from mars_serve.engine.batch import BatchRow, StepBatch
 from mars_serve.engine.request import RowState
 from mars_serve.engine.states import slots as slots_module
-from mars_serve.engine.states.slots import States
+from mars_serve.engine.states.slots import States, slot_bytes
 
 Numbers = NDArray[np.float64]
 DELTA = ScanSpec(heads=2, key_dim=4, value_dim=3, is_delta=True, decay_per_channel=False)
@@ -236,3 +236,13 @@ def test_states_are_those_of_the_path_of_each_position(
         else:
             check(states, layers, planned, vectors)
         schedule.commit(planned)
+
+
+@pytest.mark.parametrize("layers", MODELS.values(), ids=MODELS)
+def test_a_slot_takes_the_bytes_of_its_numbers(layers: tuple[list[ScanSpec], list[ConvSpec]]):
+    scans, convolutions = layers
+    sizes = {"num_drafts": MOST_DRAFTS, "dtype": torch.bfloat16}
+    states = States(scans, convolutions, num_slots=4, device=torch.device("cpu"), **sizes)
+    tensors = [*states.inputs, *(part for scan in states.scans for part in scan)]
+    num_bytes = sum(each.nbytes for each in tensors)
+    assert num_bytes == 5 * slot_bytes(scans, convolutions, **sizes) > 0
