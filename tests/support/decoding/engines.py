@@ -122,6 +122,6 @@ def paged_attention(
         PagedAttention(group, num_pages=count, **options)
         for group, count in zip(groups, counts, strict=True)
     ]
-    if len(groups) == 1 and all(place.is_own for place in places.values()):
+    if all(place == (0, layer, True) for layer, place in places.items()):
         return backends[0]
     return MixedPagedAttention(backends, places)

@@ -114,7 +114,9 @@ def check_requests(engine: Engine, adapted: PreTrainedModel, requests: list[Requ
 
 
 @pytest.mark.parametrize("kind", ["gathered", "graphs"])
-@pytest.mark.parametrize("family", ["deepseek_v3", "gemma4_text", "gpt_oss", "gptj"])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", "gemma4_text", "gpt_oss", "gptj", "qwen3_5_text"]
+)
 def test_an_adapter_acts_in_layers_that_attend_in_different_ways(
     engine_of: Callable[..., Engine], family: str, kind: str
 ) -> None:
