@@ -160,10 +160,7 @@ class Memory:
         if self.windows is not None:
             self.windows.reserve(request, num_tokens)
         if self.states is not None:
-            end = (request.num_cached + row.num_tokens) // self.pool.page_size
-            first = self.states.num_absorbed(request) // self.pool.page_size
-            keys = self._keys(request, first, end) if self._enable_prefix_caching else ()
-            self.states.reserve(row, keys)
+            self.states.reserve(row, self._keys_of_borders(row, self.states))
         return True
 
     def commit(self, row: ScheduledRow, num_right: int = 0) -> None:
@@ -177,12 +174,13 @@ class Memory:
             self.states.commit(request, num_right)
         if request.num_shared:
             begin = request.num_cached
-            end = min(begin + row.num_tokens, request.num_shared * size)
-            self.num_computed_again += max(0, end - begin)
+            self.num_computed_again += max(
+                0, min(row.num_tokens, request.num_shared * size - begin)
+            )
         request.num_cached += row.num_tokens + num_right
-        keys: Sequence[bytes] = ()
-        if self._enable_prefix_caching:
-            keys = self._keys(request, first, request.num_cached // size)
+        keys, end = list[bytes](), request.num_cached // size
+        if self._enable_prefix_caching and end > first:
+            keys = self._keys(request, first, end)
             for index, key in enumerate(keys, start=first):
                 request.pages[index] = self.pool.register(request.pages[index], key)
         if self.windows is not None:
@@ -302,6 +300,13 @@ class Memory:
             keys = list(takewhile(computed.__contains__, self._keys(request, first, last)))
             computed[keys[-1]].borders += (first + len(keys),)
         return True
+
+    def _keys_of_borders(self, row: ScheduledRow, states: StateSlots) -> Sequence[bytes]:
+        """Return the keys of the pages behind which a row may take snapshots."""
+        first = states.num_absorbed(row.request) // self.pool.page_size
+        end = (row.request.num_cached + row.num_tokens) // self.pool.page_size
+        may_share = self._enable_prefix_caching and end > first
+        return self._keys(row.request, first, end) if may_share else ()
 
     def computed_keys(self, row: ScheduledRow) -> list[bytes]:
         """Return the keys of the pages that a row computes, in whole or in part."""

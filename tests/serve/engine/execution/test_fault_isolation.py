@@ -10,7 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from decoding.engine_requests import make_request
-from decoding.engines import Engines, Models, Passes, oracle, passes_of, run
+from decoding.engines import Engines, Passes, oracle, passes_of, run
+from decoding.families import build_family
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.errors import UserError
 from mars_serve.engine.decoding_options import FinishReason, Sampling, token_set
@@ -31,10 +32,16 @@ def requests() -> list[Request]:
     ]
 
 
+@pytest.fixture(scope="module", params=["qwen2", "qwen3_5_text"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    """A tiny model that no engine touches; the second has recurrent layers."""
+    return build_family(request.param)
+
+
 @pytest.fixture
-def engine(tiny_model: Models, make_engine: Engines) -> Engine:
+def engine(model: PreTrainedModel, make_engine: Engines) -> Engine:
     """An engine whose embedding fails on two tokens."""
-    model = copy.deepcopy(tiny_model("qwen2"))
+    model = copy.deepcopy(model)
     embedding = model.get_input_embeddings()
     with torch.no_grad():
         embedding.weight[POISONED] = torch.nan
@@ -63,7 +70,7 @@ def assert_oracles(model: PreTrainedModel, requests: list[Request], passes: Pass
 @pytest.mark.parametrize("token", [RAISING, POISONED])
 @pytest.mark.parametrize("bad", [[0], [5], [1, 3, 4]])
 def test_only_the_blamed_request_fails(
-    tiny_model: Models, engine: Engine, token: int, bad: list[int]
+    model: PreTrainedModel, engine: Engine, token: int, bad: list[int]
 ) -> None:
     batch = requests()
     for index in bad:
@@ -71,25 +78,25 @@ def test_only_the_blamed_request_fails(
     passes = run_all(engine, batch)
     failed = [request for request in batch if request.finish_reason is FinishReason.ERROR]
     assert [int(request.id) for request in failed] == bad
-    assert_oracles(tiny_model("qwen2"), [r for r in batch if r not in failed], passes)
+    assert_oracles(model, [r for r in batch if r not in failed], passes)
     again = requests()  # the failure has left nothing in the pages
-    assert_oracles(tiny_model("qwen2"), again, run_all(engine, again))
+    assert_oracles(model, again, run_all(engine, again))
 
 
-def test_a_cancelled_prompt_leaves_no_nan(tiny_model: Models, engine: Engine) -> None:
+def test_a_cancelled_prompt_leaves_no_nan(model: PreTrainedModel, engine: Engine) -> None:
     poisoned = make_request("poisoned", [POISONED] * 100, 14, threshold=0.1, window=4)
     engine.add(poisoned)
     engine.step()
     assert 0 < poisoned.num_cached < poisoned.num_prompt
     engine.cancel(poisoned.id)
     batch = requests()
-    assert_oracles(tiny_model("qwen2"), batch, run_all(engine, batch))
+    assert_oracles(model, batch, run_all(engine, batch))
 
 
 @pytest.mark.parametrize("token", [RAISING, POISONED])
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_requests_that_go_on_failing_do_not_end_the_engine(
-    tiny_model: Models, engine: Engine, num_rows: int, token: int
+    model: PreTrainedModel, engine: Engine, num_rows: int, token: int
 ) -> None:
     for index in range(10):
         for row in range(num_rows):
@@ -98,7 +105,7 @@ def test_requests_that_go_on_failing_do_not_end_the_engine(
         assert reasons == [FinishReason.ERROR] * num_rows
         engine.check_integrity()
     batch = requests()
-    assert_oracles(tiny_model("qwen2"), batch, run_all(engine, batch))
+    assert_oracles(model, batch, run_all(engine, batch))
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
