@@ -89,3 +89,15 @@ def test_requests_that_come_together_compute_their_prefix_once(
         again = make_request("alone", request.tokens[:32], 6, mode=Mode.AR)
         run(alone, [again])
         assert output_of(again) == output_of(request)
+
+
+def test_an_audit_drafts_no_more_than_the_log_of_a_state_holds(
+    model: PreTrainedModel, make_engine: Callable[..., Engine]
+) -> None:
+    engine = make_engine(model, SPECIAL, num_pages=400, page_size=PAGE, max_num_seqs=2)
+    served, audit = (make_request(name, 9, 23, mode=Mode.EXACT) for name in ("text", "text"))
+    run(engine, [served])
+    audit.audited = output_of(served)
+    passes = [output.tokens for output in run(engine, [audit])["text"]]
+    assert [token for tokens in passes for token in tokens] == output_of(served)
+    assert list(map(len, passes)) == [5, 5, 5, 5, 3]
