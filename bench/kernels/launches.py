@@ -16,7 +16,12 @@ from torch import Tensor
 from mars_serve.engine.attention.interface import LayerGroup
 from mars_serve.engine.attention.paged import tiling_of
 from mars_serve.engine.attention.plan import StepShape
-from mars_serve.engine.kernels import acceptance_triton, adapter_triton, attention_triton
+from mars_serve.engine.kernels import (
+    acceptance_triton,
+    adapter_triton,
+    attention_triton,
+    recurrence_triton,
+)
 from mars_serve.engine.kernels.attention import COMBINE_FIELDS, PIECE_FIELDS
 
 Launch = Callable[[], object]
@@ -106,6 +111,41 @@ class Adapter:
         )
 
 
+@dataclass(frozen=True)
+class States:
+    """The states of one layer over a step."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    is_delta: bool = True
+    by_channel: bool = False
+
+    def __call__(self) -> None:
+        """Launch the kernel."""
+        empty = partial(torch.empty, device="meta")
+        heads, rates = self.heads, self.key_dim if self.by_channel else 1
+        key = empty(9, heads, self.key_dim)
+        recurrence_triton.scan(
+            *(key, key, empty(9, heads, self.value_dim), empty(9, heads, rates)),
+            empty(9, heads) if self.is_delta else None,
+            empty(129, heads, self.key_dim, self.value_dim),
+            *(empty(129, 8, heads, size) for size in (self.key_dim, self.value_dim, rates)),
+            empty(2, 17, dtype=torch.long),
+            empty(128, 2, dtype=torch.long),
+        )
+
+
+def convolve() -> None:
+    """Launch the kernel of a short convolution."""
+    empty = partial(torch.empty, dtype=torch.bfloat16, device="meta")
+    numbers = partial(torch.empty, dtype=torch.long, device="meta")
+    recurrence_triton.convolve(
+        *(empty(9, 8192), empty(8192, 4), empty(129, 11, 8192)),
+        *(numbers(9, 4), numbers(2, 11), numbers(2, 17), numbers(128, 2), numbers(128, 3)),
+    )
+
+
 def propose() -> None:
     """Launch the kernels that read the logits of a step."""
     logits = torch.empty(9, 152064, dtype=torch.bfloat16, device="meta")
@@ -152,6 +192,12 @@ LAUNCHES: dict[str, Launch] = {
     "adapter 7B MLP": Adapter(columns=18944),
     "adapter of rank 128": Adapter(columns=3584, rank=128),
     "proposals": propose,
+    "states of Qwen3.5": States(32, 128, 128),
+    "states of Olmo hybrids": States(30, 96, 192),
+    "states of Kimi": States(32, 128, 128, by_channel=True),
+    "states of Nemotron-H": States(64, 128, 64, is_delta=False),
+    "states of Falcon-H1": States(32, 256, 64, is_delta=False),
+    "convolution": convolve,
 }
 QUICK = (
     "attention 7B decoding",
@@ -159,5 +205,7 @@ QUICK = (
     "attention window and sinks",
     "adapter 7B MLP",
     "proposals",
+    "states of Kimi",
+    "convolution",
 )
 """Launches that the suite compiles."""

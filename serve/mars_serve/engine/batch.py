@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mars_serve.engine.request import RowState
 from mars_serve.engine.scheduled_row import Masks, ScheduledRow
 
@@ -92,6 +95,19 @@ class StepBatch:
                 cursor = row.start + row.num_tokens - row.num_drafts - 1
                 positions += range(cursor, row.start + row.length)
         return positions
+
+    @cached_property
+    def visible(self) -> NDArray[np.int64]:
+        """What the positions in use see, see `BatchRow.visible`: [2, positions in use]."""
+        numbers = [(row.start, row.length, row.num_tokens) for row in self.rows]
+        starts, lengths, num_tokens = np.array(numbers, dtype=np.int64).reshape(-1, 3).T
+        offset = np.arange(self.num_positions) - np.repeat(starts, lengths)
+        num_tokens = np.repeat(num_tokens, lengths)
+        visible = np.stack([np.minimum(offset + 1, num_tokens), np.minimum(offset, num_tokens)])
+        for row in self.rows:
+            if not row.is_causal:
+                visible[:, row.start : row.start + row.length] = row.visible()
+        return visible
 
     @property
     def has_masks(self) -> bool:

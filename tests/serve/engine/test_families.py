@@ -98,7 +98,7 @@ CROWDED = {"num_pages": 20, "max_num_seqs": 4, "num_lookup_drafts": 4}
 
 QUICK = {
     *(("deepseek_v3", "batch-invariant"), ("gpt_oss", "batch-invariant")),
-    *(("gemma4_text", "paged"), ("mimo_v2_flash", "paged")),
+    *(("gemma4_text", "paged"), ("mimo_v2_flash", "paged"), ("qwen3_5_text", "paged")),
 }
 
 

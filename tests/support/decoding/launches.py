@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from decoding.engines import paged_attention
 from mars_platform.checkpoint.adapter.layers import attach_adapter
 from mars_platform.checkpoint.adapter.settings import AdapterSettings
 from mars_platform.mixing.bind import ATTENTION_NAME
+from mars_platform.mixing.probe import record
 from mars_serve.engine.decoder.adapter import fix_shapes
 from mars_serve.engine.execution.graphs import GraphedForward, GraphSizes
+from mars_serve.engine.states.slots import States
 
 _KERNELS = {
     "marsray.paged_attention.default": 2,
@@ -69,15 +71,28 @@ def captured_launches(
         adapter: whether the model has an adapter.
     """
     config = AutoConfig.for_model(family, num_hidden_layers=num_layers, **sizes)
+    return launches_of(config, num_positions, adapter=adapter)
+
+
+def launches_of(
+    config: PreTrainedConfig, num_positions: int, *, adapter: bool = False
+) -> list[Counter[str]]:
+    """Launches of the captured steps of a config's model; see `captured_launches`."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    attention = paged_attention(model, num_pages=64, page_size=64)
+    kinds = record(model, torch.ones(1, 4, dtype=torch.long, device="meta"))
+    attention = paged_attention(model, kinds.attention, num_pages=64, page_size=64)
+    states = None
+    if kinds.scans or kinds.convolutions:
+        options = {"dtype": model.dtype, "device": model.device}
+        states = States(*kinds[1:], num_slots=8, num_drafts=4, **options)
     if adapter:
         with torch.device("meta"):
             attach_adapter(model, AdapterSettings(), mask_token_id=7)
     model.set_attn_implementation(ATTENTION_NAME)
     fix_shapes(model)
-    forward = GraphedForward(model, attention, torch.empty(2, dtype=torch.long, device="meta"))
+    banned = torch.empty(2, dtype=torch.long, device="meta")
+    forward = GraphedForward(model, attention, banned, states)
     counts = list[Counter[str]]()
 
     def count(function: Callable[[], None]) -> Callable[[], None]:

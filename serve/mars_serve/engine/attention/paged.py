@@ -117,14 +117,8 @@ class PagedAttention:
         positions[: len(batch.position_ids)] = batch.position_ids
         row = np.repeat(np.arange(len(batch.rows)), rows.lengths)
         offset = np.arange(used) - rows.starts[row]
-        num_tokens = rows.num_tokens[row]
-        leading[:used] = np.minimum(offset + 1, num_tokens)
-        own[:used] = np.minimum(offset, num_tokens)
-        for each in batch.rows:
-            if not each.is_causal:
-                place = slice(each.start, each.start + each.length)
-                leading[place], own[place] = each.visible()
-        is_token = offset < num_tokens
+        leading[:used], own[:used] = batch.visible
+        is_token = offset < rows.num_tokens[row]
         row, token = row[is_token], (rows.num_cached[row] + offset)[is_token]
         page, rest = np.divmod(token, self.page_size)
         slots[:used][is_token] = pages[row, page] * self.page_size + rest

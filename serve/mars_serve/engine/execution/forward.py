@@ -141,8 +141,8 @@ class ModelRunner:
             sorted(special.never_emitted), dtype=torch.long, device=model.device
         )
         self._graphed: GraphedForward | None = None  # unless attention reads pages in place
-        if isinstance(attention, InPlace) and states is None:
-            self._graphed = GraphedForward(model, attention, self._banned)
+        if isinstance(attention, InPlace):
+            self._graphed = GraphedForward(model, attention, self._banned, states)
         self._forward: Forward = self._graphed or EagerForward(model, attention, states)
         self._states = states
         self.mask_token_id = mask_token_id

@@ -25,6 +25,7 @@ from mars_serve.engine.execution.proposals import Reads
 from mars_serve.engine.execution.staging import InputSizes, StepInput, fill
 from mars_serve.engine.execution.step_function import StepFunction
 from mars_serve.engine.kernels.acceptance import propose
+from mars_serve.engine.states.packed import PackedStates
 from mars_serve.engine.states.slots import States
 
 _log = logging.getLogger(__name__)
@@ -203,9 +204,16 @@ class CapturedGraphs:
 class GraphedForward:
     """Runs the model with paged attention, by a captured graph if the step fits one."""
 
-    def __init__(self, model: PreTrainedModel, attention: InPlace, banned: Tensor) -> None:
-        """Take a model; see `StepFunction`. ``banned``, int64 [banned], is never emitted."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        attention: InPlace,
+        banned: Tensor,
+        states: States | None = None,
+    ) -> None:
+        """Take a model, see `EagerForward`. ``banned``, int64 [banned], is never emitted."""
         self._device, self._attention = model.device, attention
+        self._states = None if states is None else PackedStates(states)
         self._function = StepFunction(model, attention)
         self._sizes: GraphSizes | None = None
         self._captured: dict[ForwardShape, _CapturedStep] = {}
@@ -305,8 +313,12 @@ class GraphedForward:
         return self._sizes.shape_for(batch, self._attention.page_size)
 
     def _input(self, shape: ForwardShape) -> InputSizes:
-        attention = sum(self._attention.sizes(shape.step))
-        return InputSizes(shape.step.num_positions, shape.num_reads, shape.num_scored, attention)
+        step, num_states = shape.step, 0
+        if self._states is not None:
+            num_states = sum(self._states.sizes(step.num_positions, step.num_rows))
+        attention = sum(self._attention.sizes(step))
+        sizes = step.num_positions, shape.num_reads, shape.num_scored
+        return InputSizes(*sizes, attention, num_states)
 
     def _pack(
         self,
@@ -319,7 +331,10 @@ class GraphedForward:
         numbers = host_numbers(sizes.total, self._device)
         parts = sizes.on_host(numbers)
         fill(parts, batch, reads, next_tokens)
-        self._attention.pack(batch, shape.step, parts.attention)
+        step = shape.step
+        self._attention.pack(batch, step, parts.attention)
+        if self._states is not None:
+            self._states.pack(batch, step.num_positions, step.num_rows, parts.states)
         return numbers
 
     def _send(self, numbers: Tensor) -> None:
@@ -341,8 +356,11 @@ class GraphedForward:
 
     def _hidden(self, step: StepInput[Tensor], shape: ForwardShape) -> Tensor:
         metadata = self._attention.unpack(step.attention, shape.step)
+        mixing, sizes = None, (shape.step.num_positions, shape.step.num_rows)
+        if self._states is not None:
+            mixing = self._states.unpack(step.states, *sizes)
         return self._function.hidden(
-            step.ids, step.position_ids, metadata, has_masks=shape.is_adapted
+            step.ids, step.position_ids, metadata, mixing, has_masks=shape.is_adapted
         )
 
     def _propose(self, logits: Tensor, step: StepInput[Tensor]) -> Tensor:

@@ -35,6 +35,8 @@ class StepInput(NamedTuple, Generic[Part]):
     """[scored], these next tokens."""
     attention: Part
     """Attention metadata, as its backend packs it."""
+    states: Part
+    """The layout of recurrent layers, see `PackedStates`."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class InputSizes:
     num_reads: int
     num_scored: int
     num_attention: int
+    num_states: int = 0
 
     @property
     def total(self) -> int:
@@ -55,7 +58,8 @@ class InputSizes:
     def parts(self) -> list[int]:
         """Integers of each part, in the order of `StepInput`."""
         positions, reads, scored = self.num_positions, self.num_reads, self.num_scored
-        return [positions, positions, reads, reads, reads, scored, scored, self.num_attention]
+        mixing = [self.num_attention, self.num_states]
+        return [positions, positions, reads, reads, reads, scored, scored, *mixing]
 
     def on_host(self, numbers: Tensor) -> StepInput[NDArray[np.int64]]:
         """Return the parts as arrays that share the memory of int64 [total] on the host."""
@@ -73,7 +77,7 @@ def fill(
     reads: Reads | None,
     next_tokens: Sequence[int],
 ) -> None:
-    """Write a step's integers but those of attention; padded reads read position 0.
+    """Write a step's integers but those of attention and states; padded reads read position 0.
 
     ``parts`` are at least as long as needed; ``next_tokens`` are those behind scored positions.
     """

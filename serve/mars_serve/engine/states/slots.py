@@ -71,14 +71,14 @@ class States:
             device: device of the model.
         """
         by_channel = any(spec.decay_per_channel for spec in scans)
-        self._planner = Planner(
+        self.planner = Planner(
             kernel=max((spec.kernel for spec in convolutions), default=1),
             num_entries=num_drafts,
             chunk=_CHUNK_BY_CHANNEL if by_channel else _CHUNK,
             num_weights=max((spec.heads * _rates(spec) for spec in scans), default=1),
             device=device,
         )
-        self.num_slots, window = num_slots, self._planner.window
+        self.num_slots, window = num_slots, self.planner.window
         self.scans = [
             _Scan(
                 *(
@@ -102,7 +102,7 @@ class States:
 
     def prepare(self, batch: StepBatch) -> StepStates:
         """Return what the layers of a step call; see `Recurrence`."""
-        return StepStates(self, self._planner.plan(batch))
+        return StepStates(self, self.planner.plan(batch))
 
 
 def slot_bytes(

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from decoding.launches import captured_launches
+from decoding.families import HYBRIDS, family_config
+from decoding.launches import captured_launches, launches_of
 
 LAYER_BUDGET, NORMED_HEADS, OUTSIDE_BUDGET = 42, 16, 24
 """Launches of a layer, those of its norms of queries and keys, and of all else."""
@@ -68,3 +69,12 @@ def test_an_adapter_costs_launches_only_where_there_are_masks(family: str) -> No
     assert all(alone == without_masks for alone, without_masks, _ in found.values())
     alone, _, with_masks = (found[2][i].total() - found[1][i].total() for i in range(3))
     assert with_masks == alone + ADAPTER_LAUNCHES
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_steps_with_states_are_captured(family: str) -> None:
+    """The host cannot wait for tensors without numbers, nor may it in a capture."""
+    launches, _ = launches_of(family_config(family, logits_scaling=1.0, logit_scale=1.0), 8)
+    num_states = launches["marsray.scan.default"], launches["marsray.convolve.default"]
+    assert num_states[0] >= 2 or family == "lfm2"
+    assert num_states[1] >= 2

@@ -41,10 +41,10 @@ def environment(variables: dict[str, str], *first: Path) -> dict[str, str]:
 
 COMPARE = """
 import torch
-from interpreted import acceptance_cases, adapter_cases, attention_cases
+from interpreted import acceptance_cases, adapter_cases, attention_cases, recurrence_cases
 
 torch.set_num_threads(1)  # the tensors are tiny
-for cases in (adapter_cases, acceptance_cases, attention_cases):
+for cases in (adapter_cases, acceptance_cases, recurrence_cases, attention_cases):
     cases.main()
 """
 
@@ -70,7 +70,7 @@ def lines() -> list[Any]:
 @needs_interpreter
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_attention_equals_dense_attention(case: Case, lines: list[Any]) -> None:
-    (result,) = [each for each in lines[2:] if each["id"] == case.id]
+    (result,) = [each for each in lines[3:] if each["id"] == case.id]
     assert "error" not in result, result["error"]
     assert result["difference"] < TOLERANCES[case.dtype]
 
@@ -87,6 +87,11 @@ def test_proposals_and_confidences_equal_their_twins(lines: list[Any]) -> None:
     num_reads, num_nans, _ = lines[1]
     assert num_reads == 192
     assert num_nans == 48  # four damaged reads of eight, by three measures, four times
+
+
+@needs_interpreter
+def test_states_and_convolutions_equal_those_of_each_path(lines: list[Any]) -> None:
+    assert lines[2] == 2
 
 
 @needs_triton
@@ -116,5 +121,7 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
         "attend_kernel",
         "combine_kernel",
         "combine_pieces_kernel",
+        "convolve_kernel",
+        "scan_kernel",
         "summarize_kernel",
     }
