@@ -47,7 +47,7 @@ class Tree:
         each = torch.arange(len(positions), device=positions.device)
         end = cum[each, :, positions, None]
         gaps = (end - cum).masked_fill(~visible[each, positions][:, None, :, None], -torch.inf)
-        return state * end.exp().mT + (key * gaps.exp()).mT @ learned
+        return _advanced(state, end, key * gaps.exp(), learned)
 
 
 def run_tree(call: ScanCall, visible: Tensor, state: Tensor) -> Tree:
@@ -64,13 +64,19 @@ def run_tree(call: ScanCall, visible: Tensor, state: Tensor) -> Tree:
     gaps = cum[:, :, :, None] - cum[:, :, None]  # [rows, heads, positions, positions, 1 or key_dim]
     weights = gaps.masked_fill(~seen[..., None], -torch.inf).exp()
     near, learned = cum.exp(), value
-    if call.rate is not None:
+    if call.rate is None:
+        output = (near * query) @ state
+    else:
+        both = torch.cat([near * key, near * query], dim=2) @ state  # which is read once
+        known, output = both.chunk(2, dim=2)
         rate = call.rate.transpose(1, 2)[..., None]
-        wanted = rate * (value - (near * key) @ state)
         learned = torch.linalg.solve_triangular(
-            rate * _products(key, key, weights), wanted, upper=False, unitriangular=True
+            rate * _products(key, key, weights),
+            rate * (value - known),
+            upper=False,
+            unitriangular=True,
         )
-    output = (near * query) @ state + _products(query, key, weights) @ learned
+    output = output + _products(query, key, weights) @ learned
     return Tree(state, visible, cum, key, learned, output)
 
 
@@ -103,4 +109,12 @@ def absorb(state: Tensor, key: Tensor, learned: Tensor, decay: Tensor, counts: T
     )
     cum = decay.cumsum(2)
     end = cum[:, :, -1:]
-    return state * end.exp().mT + (key * (end - cum).exp()).mT @ learned
+    return _advanced(state, end, key * (end - cum).exp(), learned)
+
+
+def _advanced(state: Tensor, decay: Tensor, key: Tensor, learned: Tensor) -> Tensor:
+    """Return ``exp(decay) state + key^T learned``, without a copy of the state in between."""
+    after = state * decay.exp().mT
+    each = after.view(-1, *after.shape[2:])
+    each.baddbmm_(key.flatten(0, 1).mT, learned.flatten(0, 1))
+    return after
