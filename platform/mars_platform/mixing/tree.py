@@ -86,7 +86,8 @@ def _chunked(placed: Sequence[Tensor], chunks: Chunks) -> Tensor:
     """Return the outputs, [chunks, heads, places, value_dim]."""
     query, key, value, decay, rate = placed
     seen, trunk = chunks.seen[:, None], slice(chunks.trunk)
-    total = seen.to(decay.dtype) @ decay  # since the chunk's beginning
+    # Since the chunk's beginning.
+    total = torch.einsum("cij,chjk->chik", chunks.seen.to(decay.dtype), decay)
     reads, writes = _products(query, key, total, seen)
     whole = decay[:, :, trunk].sum(dim=2, keepdim=True)
     left = (key[:, :, trunk] * (whole - total[:, :, trunk]).exp()).mT
