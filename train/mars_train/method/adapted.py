@@ -5,8 +5,8 @@ computed first, by itself and without gradients, and keeps its keys and values. 
 then computed behind them. So the backward pass goes through the noisy stream alone, and no other
 activations are kept. Imports no Ray.
 
-What a layer with states hands from the clean stream to the noisy one are no keys, so that a model
-with such layers is computed in one pass, as in other stages.
+A recurrent layer hands no keys from the clean stream to the noisy one, so that a model with such
+layers is computed in one pass, as in other stages.
 """
 
 from __future__ import annotations
