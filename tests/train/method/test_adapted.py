@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from decoding.families import HYBRIDS
 from mars_platform.checkpoint.adapter.layers import (
     GatedLinear,
     adapter_parameters,
@@ -78,6 +79,7 @@ SETTINGS = {
     "mistral": {"sliding_window": 6},
     "gemma2": {**SLIDING, "attn_logit_softcapping": 2.0},
     "gpt_oss": {**SLIDING, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "falcon_h1": HYBRIDS["falcon_h1"],
     "gemma4_text": {  # the last layer reads the keys of the one before
         "layer_types": ["full_attention", "full_attention"],
         "num_kv_shared_layers": 1,

@@ -80,6 +80,16 @@ class GatedLinear(nn.Module):
         self.lora_B = nn.Linear(rank, base_layer.out_features, bias=False).to(base_layer.weight)
         nn.init.zeros_(self.lora_B.weight)  # a new adapter changes nothing
 
+    @property
+    def weight(self) -> Tensor:
+        """Weight of the model's own layer, which layers of Mamba-2 offer to a fused kernel."""
+        return self.base_layer.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Bias of the model's own layer; see `weight`."""
+        return self.base_layer.bias
+
     def forward(self, inputs: Tensor) -> Tensor:
         """Map [..., in_features] to [..., out_features]."""
         outputs: Tensor = self.base_layer(inputs)
