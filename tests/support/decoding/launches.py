@@ -23,6 +23,7 @@ _KERNELS = {
     "marsray.paged_attention.default": 2,
     "marsray.propose.default": 2,
     "marsray.add_low_rank.default": 2,
+    "marsray.scan.default": 2,
 }
 """Launches of our operators that take more than one; attention combines parts of long contexts."""
 _NO_LAUNCH = ("aten.new_empty", "aten.empty", "aten.empty_like")
