@@ -20,7 +20,7 @@ def main() -> None:
     with (
         patch.multiple(packed_module, **kernels),
         patch.multiple(recurrence_triton, **blocks),
-        patch.object(recurrent_steps, "CHUNK", 2),  # rows are short: a program takes milliseconds
+        patch.multiple(recurrent_steps, CHUNK=2, NUM_TEXTS=3),  # a program takes milliseconds
     ):
         for seed, model in enumerate(MODELS):
             run_steps(model, seed, packed, num_steps=4)
