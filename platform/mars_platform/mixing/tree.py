@@ -88,42 +88,48 @@ def _chunked(placed: Sequence[Tensor], chunks: Chunks) -> Tensor:
     seen, trunk = chunks.seen[:, None], slice(chunks.trunk)
     # Since the chunk's beginning.
     total = torch.einsum("cij,chjk->chik", chunks.seen.to(decay.dtype), decay)
-    reads, writes = _products(query, key, total, seen)
+    reads, *writes = products([query, key] if rate.shape[-1] else [query], key, total, seen)
     whole = decay[:, :, trunk].sum(dim=2, keepdim=True)
     left = (key[:, :, trunk] * (whole - total[:, :, trunk]).exp()).mT
     kept = torch.diag_embed(whole.exp().expand(-1, -1, -1, key.shape[-1]).squeeze(2))
-    if not rate.shape[-1]:
+    if not writes:
         states = _states(kept, left @ value[:, :, trunk], chunks.num_texts)
         return reads @ value + (query * total.exp()) @ states
     # What the trunk learns depends on the state before the chunk, which depends on other chunks.
     asked, branches = key * total.exp(), slice(chunks.trunk, None)
     sides = torch.cat([value, asked], dim=-1)[:, :, trunk]
-    solved = _solved(writes[:, :, trunk, trunk], sides, rate[:, :, trunk])
+    solved = solve(writes[0][:, :, trunk, trunk], sides, rate[:, :, trunk])
     fresh, erased = torch.split(solved, [value.shape[-1], key.shape[-1]], dim=-1)
     states = _states(kept - left @ erased, left @ fresh, chunks.num_texts)
     learned = fresh - erased @ states
     sides = value[:, :, branches] - asked[:, :, branches] @ states
-    sides = sides - writes[:, :, branches, trunk] @ learned
-    others = _solved(writes[:, :, branches, branches], sides, rate[:, :, branches])
+    sides = sides - writes[0][:, :, branches, trunk] @ learned
+    others = solve(writes[0][:, :, branches, branches], sides, rate[:, :, branches])
     return reads @ torch.cat([learned, others], dim=2) + (query * total.exp()) @ states
 
 
-def _solved(writes: Tensor, sides: Tensor, rate: Tensor) -> Tensor:
+def solve(writes: Tensor, sides: Tensor, rate: Tensor) -> Tensor:
     """Return the u of ``u_i + r_i * (sum of writes_ij u_j over earlier j) = r_i * sides_i``."""
     system, sides = rate * writes, rate * sides
     solved: Tensor = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
     return solved
 
 
-def _products(query: Tensor, key: Tensor, total: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return w_ij (q_i . k_j) and w_ij (k_i . k_j), [chunks, heads, places, places] each."""
+def products(vectors: Sequence[Tensor], key: Tensor, total: Tensor, seen: Tensor) -> list[Tensor]:
+    """Return w_ij (x_i . k_j) for each kind of vectors x, [trees, heads, places, places].
+
+    Args:
+        vectors: [trees, heads, places, key_dim] each.
+        key: the k, of the same shape.
+        total: the c, [trees, heads, places, 1 or key_dim].
+        seen: bool [trees, 1, places, places], whether the second is the first or an ancestor of it.
+    """
     between = total.unsqueeze(3) - total.unsqueeze(2)
     weight = between.masked_fill(~seen[..., None], -torch.inf).exp()
     if weight.shape[-1] == 1:
-        weight = weight.squeeze(-1)
-        return (query @ key.mT) * weight, (key @ key.mT) * weight
-    reads, writes = ((key.unsqueeze(2) * weight) @ torch.stack([query, key], dim=-1)).unbind(-1)
-    return reads, writes
+        return [(each @ key.mT) * weight.squeeze(-1) for each in vectors]
+    keys = (key.unsqueeze(2) * weight).mT
+    return list((torch.stack(list(vectors), dim=-2) @ keys).unbind(-2))
 
 
 def _states(kept: Tensor, added: Tensor, num_texts: Sequence[int]) -> Tensor:

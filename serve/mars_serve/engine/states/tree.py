@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mars_platform.mixing.recurrent import ScanCall
+from mars_platform.mixing.tree import products, solve
 
 
 @dataclass(frozen=True)
@@ -61,35 +62,22 @@ def run_tree(call: ScanCall, visible: Tensor, state: Tensor) -> Tree:
     query, key, value, decay = (each.transpose(1, 2) for each in call[:4])
     seen = visible[:, None]
     cum = seen.to(decay.dtype) @ decay
-    gaps = cum[:, :, :, None] - cum[:, :, None]  # [rows, heads, positions, positions, 1 or key_dim]
-    weights = gaps.masked_fill(~seen[..., None], -torch.inf).exp()
     near, learned = cum.exp(), value
     if call.rate is None:
+        (reads,) = products([query], key, cum, seen)
         output = (near * query) @ state
     else:
+        reads, writes = products([query, key], key, cum, seen)
         both = torch.cat([near * key, near * query], dim=2) @ state  # which is read once
         known, output = both.chunk(2, dim=2)
-        rate = call.rate.transpose(1, 2)[..., None]
-        learned = torch.linalg.solve_triangular(
-            rate * _products(key, key, weights),
-            rate * (value - known),
-            upper=False,
-            unitriangular=True,
-        )
-    output = output + _products(query, key, weights) @ learned
+        learned = solve(writes, value - known, call.rate.transpose(1, 2)[..., None])
+    output = output + reads @ learned
     return Tree(state, visible, cum, key, learned, output)
 
 
 def picked(numbers: Tensor, rows: Tensor | None) -> Tensor:
     """Return some rows of a tensor, or all for None."""
     return numbers if rows is None else numbers.index_select(0, rows)
-
-
-def _products(one: Tensor, other: Tensor, weights: Tensor) -> Tensor:
-    """Return weighted products of all pairs of vectors: [rows, heads, positions, positions]."""
-    if weights.shape[-1] == 1:
-        return (one @ other.mT) * weights[..., 0]
-    return (one[:, :, :, None] * weights * other[:, :, None]).sum(-1)
 
 
 def absorb(state: Tensor, key: Tensor, learned: Tensor, decay: Tensor, counts: Tensor) -> Tensor:
