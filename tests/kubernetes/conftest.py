@@ -41,6 +41,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         found("delete", "rayservice,rayjob", "--all", check=False)
         # Clusters with Redis clean up there first.
         found("wait", "--for=delete", "raycluster", "--all", "--timeout=120s", check=False)
+        # Workers would serve on for minutes, since nothing else takes their replicas over.
+        found("delete", "pod", "--all", "--grace-period=0", "--force", check=False)
         found("delete", "namespace", found.namespace, "--ignore-not-found", check=False)
 
 
