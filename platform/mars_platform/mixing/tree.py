@@ -128,8 +128,8 @@ def products(vectors: Sequence[Tensor], key: Tensor, total: Tensor, seen: Tensor
     weight = between.masked_fill(~seen[..., None], -torch.inf).exp()
     if weight.shape[-1] == 1:
         return [(each @ key.mT) * weight.squeeze(-1) for each in vectors]
-    keys = (key.unsqueeze(2) * weight).mT
-    return list((torch.stack(list(vectors), dim=-2) @ keys).unbind(-2))
+    keys = key.unsqueeze(2) * weight
+    return list((keys @ torch.stack(list(vectors), dim=-2).mT).unbind(-1))
 
 
 def _states(kept: Tensor, added: Tensor, num_texts: Sequence[int]) -> Tensor:
