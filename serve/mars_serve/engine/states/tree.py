@@ -23,7 +23,7 @@ from mars_platform.mixing.tree import products, solve
 
 @dataclass(frozen=True)
 class Tree:
-    """What the positions of a tree have learned, for several rows."""
+    """The results of running states along trees, one tree in each of several rows."""
 
     state: Tensor
     """[rows, heads, key_dim, value_dim], before the tree."""
