@@ -95,7 +95,7 @@ def _chunked(placed: Sequence[Tensor], chunks: Chunks) -> Tensor:
     if not writes:
         states = _states(kept, left @ value[:, :, trunk], chunks.num_texts)
         return reads @ value + (query * total.exp()) @ states
-    # What the trunk learns depends on the state before the chunk, which depends on other chunks.
+    # The trunk learns by the state before its chunk, which only all earlier chunks together give.
     asked, branches = key * total.exp(), slice(chunks.trunk, None)
     sides = torch.cat([value, asked], dim=-1)[:, :, trunk]
     solved = solve(writes[0][:, :, trunk, trunk], sides, rate[:, :, trunk])

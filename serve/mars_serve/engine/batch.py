@@ -98,7 +98,7 @@ class StepBatch:
 
     @cached_property
     def visible(self) -> NDArray[np.int64]:
-        """What the positions in use see, see `BatchRow.visible`: [2, positions in use]."""
+        """Numbers that say what positions see, see `BatchRow.visible`: [2, positions]."""
         numbers = [(row.start, row.length, row.num_tokens) for row in self.rows]
         starts, lengths, num_tokens = np.array(numbers, dtype=np.int64).reshape(-1, 3).T
         offset = np.arange(self.num_positions) - np.repeat(starts, lengths)

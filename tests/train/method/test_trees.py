@@ -19,7 +19,7 @@ from mars_train.method.layout import PADDING_DOCUMENT, Batch, Layout, collate, l
 
 KINDS = ["delta", "delta of channels", "added"]
 Text = tuple[list[bool], int | None, int]
-"""Which tokens are labels, the size of blocks, and their offset."""
+"""Each case says which tokens are labels, how large blocks are, and how far they are shifted."""
 TEXTS = st.tuples(
     st.lists(st.booleans(), min_size=2, max_size=13), st.sampled_from([None, 1, 2, 5]), st.just(1)
 )

@@ -51,7 +51,7 @@ class StepPlan:
     write: Tensor
     """int64 [rows], slots."""
     snapshots: Snapshots | None
-    """Those of states within logs."""
+    """Snapshots are here if the state that they take ends within a log."""
     pieces: Sequence[Piece]
     order: Tensor
     """int64 [positions], index of each position in the concatenated outputs of the pieces."""
