@@ -8,7 +8,16 @@ import re
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from mars_platform.config import describe_validation_error
 from mars_platform.errors import UserError
@@ -19,11 +28,80 @@ _MARKS = re.compile(rf"{ANSWER_MARK}|####")
 _NUMBER = re.compile(r"[-+]?(\d+|\d{1,3}(,\d{3})+)(\.\d+)?")
 
 
+Identifier = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+_VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}$")]
+
+
+def _check_texts(value: Any) -> Any:
+    """Refuse a JSON value with a text that no tokenizer takes."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("must not hold half of a surrogate pair; mend the text") from error
+    except RecursionError as error:
+        raise ValueError("is nested too deeply; flatten it") from error
+    return value
+
+
+def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, dict):
+        raise ValueError('must be {"type": "function", "function": {"name": ...}}')
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise ValueError("function.name: must be a text that is not empty")
+    return tool
+
+
+Text = Annotated[str, AfterValidator(_check_texts)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(_check_texts)]
+Tool = Annotated[JsonObject, AfterValidator(_check_tool)]
+
+
+class CalledFunction(BaseModel):
+    """The function of a tool call."""
+
+    name: Identifier
+    arguments: Text | JsonObject
+    """Arguments as the row has them: an object, or JSON text of one."""
+
+
+class ToolCall(BaseModel):
+    """A tool call of an assistant turn, in OpenAI's form."""
+
+    id: Identifier
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class ChatTurn(BaseModel):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, StringConstraints(min_length=1)]
+    name: Identifier | None = None
+    tool_call_id: Identifier | None = None
+    """Call that a turn of the role ``tool`` answers."""
+    reasoning_content: Text | None = None
+    """Thinking before the content of an assistant turn."""
+    tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=128)] | None = None
+    content: Text = Field(default="", validate_default=True)
+    """Text; empty at most beside thinking or tool calls, and in roles other than these two:
+    ``user`` and ``assistant``."""
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _says_something(cls, content: Any, info: ValidationInfo) -> Any:
+        is_answer = info.data.get("role") == "assistant"
+        says_more = info.data.get("tool_calls") or info.data.get("reasoning_content")
+        if is_answer and says_more:
+            return content or ""
+        if content == "" and (is_answer or info.data.get("role") == "user"):
+            raise ValueError("must not be empty; give a text or leave the row out")
+        return content
+
+    def as_message(self) -> dict[str, Any]:
+        """Return the turn without the keys that it lacks, because templates test for them."""
+        found = {"role": self.role, "content": self.content, **self.model_dump()}
+        return {key: value for key, value in found.items() if value is not None}
 
 
 class Conversation(BaseModel):
@@ -32,6 +110,20 @@ class Conversation(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     messages: list[ChatTurn]
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    """Functions that the model may call, in OpenAI's form."""
+    chat_template_kwargs: dict[_VariableName, Text | bool | int | float | None] | None = None
+    """Variables of the chat template, such as ``enable_thinking``."""
+
+    def request(self) -> dict[str, Any]:
+        """Return the fields of a chat request that asks for the final turn."""
+        messages = [turn.as_message() for turn in self.messages[:-1]]
+        for call in (call for each in messages for call in each.get("tool_calls", ())):
+            arguments = call["function"]["arguments"]
+            if not isinstance(arguments, str):
+                call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
+        fields = {"tools": self.tools, "chat_template_kwargs": self.chat_template_kwargs}
+        return {"messages": messages, **{key: each for key, each in fields.items() if each}}
 
 
 def parse_conversation(text: str) -> Conversation:

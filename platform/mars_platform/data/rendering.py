@@ -125,12 +125,15 @@ def render_turns(
         UserError: the template cannot render the data, or writes a turn otherwise than the model
             would behind its generation prompt.
     """
-    messages = [message.model_dump() for message in conversation.messages]
+    messages = [turn.as_message() for turn in conversation.messages]
+    tools, kwargs = conversation.tools, conversation.chat_template_kwargs
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > 0]
     found = list[tuple[str, list[tuple[int, int]]]]()
     for index in turns if loss_on == "all" else turns[-1:]:
-        prompt = render_prompt(tokenizer, messages[:index], shield=shield)
-        text = _answered(tokenizer, prompt, messages[: index + 1], shield)
+        prompt = render_prompt(
+            tokenizer, messages[:index], tools, template_kwargs=kwargs, shield=shield
+        )
+        text = _answered(tokenizer, prompt, messages[: index + 1], tools, kwargs, shield)
         span = (len(prompt), len(text.rstrip()))
         if found and prompt.startswith(found[-1][0]):
             found[-1] = (text, [*found[-1][1], span])
@@ -143,6 +146,8 @@ def _answered(
     tokenizer: PreTrainedTokenizerBase,
     prompt: str,
     messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    kwargs: Mapping[str, Any] | None,
     shield: Shield | None,
 ) -> str:
     """Return a prompt with the last message as the model would write it behind the prompt.
@@ -150,12 +155,12 @@ def _answered(
     A generation prompt may open the thinking, which the template drops from a turn that is there.
     The thinking is then taken from the message; without any, it is closed at once.
     """
-    text = _render(tokenizer, messages, False, shield=shield)
+    text = _render(tokenizer, messages, False, tools, kwargs, shield)
     if text.startswith(prompt):
         return text
     head, begin, space = prompt.rpartition(THINKING_BEGIN)
     end_mark = _END_MARK.strip()
-    marked = _render(tokenizer, messages, False, shield=shield, end_mark=end_mark)
+    marked = _render(tokenizer, messages, False, tools, kwargs, shield, end_mark=end_mark)
     _, mark, turn_end = marked.rpartition(end_mark)
     if not (begin and mark) or space.strip() or not text.startswith(head):
         raise UserError(

@@ -52,7 +52,7 @@ def test_made_up_prompts_consist_of_the_vocabulary() -> None:
 
 def test_questions_are_asked_in_turn() -> None:
     trace = [TraceRequest(float(index), 1, 50) for index in range(3)]
-    first, second = (Question(name, QUESTION, None) for name in "ab")
+    first, second = (Question(name, {"messages": QUESTION}, None) for name in "ab")
     requests = question_requests(trace, 1.0, 60, [(first, 20), (second, 5)], None)
     assert [request.question for request in requests] == [first, second, first]
     assert [(r.max_tokens, r.is_capped) for r in requests] == [(40, True), (50, False), (40, True)]

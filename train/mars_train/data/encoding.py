@@ -167,7 +167,8 @@ def _examples(
     max_length: int,
 ) -> list[dict[str, Any]]:
     """Return the columns of a conversation's encoded rows; a dropped one comes alone."""
-    shield = encoder.shield_for([turn.model_dump() for turn in conversation.messages])
+    messages = [turn.as_message() for turn in conversation.messages]
+    shield = encoder.shield_for(messages, conversation.tools, conversation.chat_template_kwargs)
     found = [
         _label(*_tokens(encoder, text, spans, is_sealed=shield is not None), spans, max_length)
         for text, spans in render_turns(encoder.tokenizer, conversation, loss_on, shield=shield)

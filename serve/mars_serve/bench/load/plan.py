@@ -21,8 +21,8 @@ class Question:
 
     source: str
     """Place of the row, as ``file:line``."""
-    messages: list[dict[str, Any]]
-    """Messages of the conversation, as the chat endpoint takes them."""
+    request: dict[str, Any]
+    """Messages of the conversation and what else the chat endpoint needs of it."""
     answer: str | None
     """Text that a correct output ends with; None if the row has no ``answer``."""
 
@@ -68,7 +68,7 @@ class LoadPlan:
             "stream": True,
         }
         if request.question is not None:
-            body["messages"] = request.question.messages
+            body |= request.question.request
             return "/v1/chat/completions", to_json(body)
         draws = np.random.default_rng([self.seed, request.index])
         body["prompt"] = draws.choice(self.vocabulary, request.prompt_tokens).tolist()
@@ -83,7 +83,7 @@ def read_questions(path: Path, most: int) -> list[Question]:
         UserError: the file cannot be read or holds no row, or a row is bad; names file and line.
     """
     questions = [
-        Question(source, [message.model_dump() for message in row.messages[:-1]], answer)
+        Question(source, row.request(), answer)
         for source, row, answer in islice(read_checked_rows([path], "--data"), most)
     ]
     if not questions:

@@ -111,7 +111,7 @@ async def _plan(
         vocabulary = await vocabulary_of(client, model)
         requests = made_up_requests(trace, speedup, max_length)
         return LoadPlan(model, requests, vocabulary, options.seed)
-    lengths = [await prompt_length_of(client, model, each.messages) for each in questions]
+    lengths = [await prompt_length_of(client, model, each.request) for each in questions]
     pairs = list(zip(questions, lengths, strict=True))
     requests = question_requests(trace, speedup, max_length, pairs, options.max_tokens)
     return LoadPlan(model, requests, (), options.seed)

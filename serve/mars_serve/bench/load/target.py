@@ -102,15 +102,13 @@ async def vocabulary_of(client: httpx.AsyncClient, model: str) -> list[int]:
     return sorted(set(tokens.tokens))
 
 
-async def prompt_length_of(
-    client: httpx.AsyncClient, model: str, messages: list[dict[str, Any]]
-) -> int:
+async def prompt_length_of(client: httpx.AsyncClient, model: str, request: dict[str, Any]) -> int:
     """Return the number of tokens of the prompt that a conversation becomes.
 
     Raises:
         UserError: the server refuses the conversation.
     """
-    body = {"model": model, "messages": messages}
+    body = {"model": model, **request}
     return len((await _ask(client, _Tokens, "POST", "/tokenize", body)).tokens)
 
 

@@ -68,9 +68,13 @@ def _item(
     max_length: int,
 ) -> EvalItem:
     *before, final = conversation.messages
-    messages = [message.model_dump() for message in before]
+    messages = [turn.as_message() for turn in before]
     try:
-        prompt = tuple(encoder.chat(messages))
+        prompt = tuple(
+            encoder.chat(
+                messages, conversation.tools, template_kwargs=conversation.chat_template_kwargs
+            )
+        )
     except UserError as error:
         raise UserError(f"{source}: {error}") from error
     if len(prompt) >= max_length:
