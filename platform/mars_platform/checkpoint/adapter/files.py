@@ -16,6 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 from pydantic import ConfigDict, Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mars_platform.checkpoint.adapter.layers import (
@@ -49,7 +50,7 @@ _NEWEST_FORMAT = 1
 
 
 class PeftConfig(Settings):
-    """Content of ``adapter_config.json``, as far as it is read.
+    """Content of ``adapter_config.json`` of any LoRA, as far as it is read.
 
     Keys with one possible value are settings of peft's that marsray does not implement. Others are
     ignored, since each version of peft has more of them.
@@ -59,36 +60,55 @@ class PeftConfig(Settings):
 
     peft_type: Literal["LORA"] = "LORA"
     """Kind of the adapter."""
-    task_type: Literal["CAUSAL_LM"] = "CAUSAL_LM"
+    task_type: Literal["CAUSAL_LM"] | None = "CAUSAL_LM"
     """Kind of the model."""
     base_model_name_or_path: str | None = None
     """Directory or hub id of the model that the adapter belongs to."""
     r: int = Field(ge=1, le=MOST_RANK)
     """Rank."""
     lora_alpha: int = Field(ge=1, le=MOST_ALPHA)
-    """Numerator of the scale; the denominator is the rank."""
-    target_modules: list[str] = Field(min_length=1)
-    """Names of the adapted layers."""
-    trainable_token_indices: dict[str, list[int]]
+    """Numerator of the scale; the denominator is the rank, or its root."""
+    target_modules: list[str] | str | None = None
+    """Names of the adapted layers, or a pattern of them."""
+    trainable_token_indices: dict[str, list[int]] | None = None
     """Ids of the tokens with a row of the adapter's own, by the embedding's name."""
     bias: Literal["none"] = "none"
     """Biases that are trained."""
     fan_in_fan_out: Literal[False] = False
     """Whether weights are stored transposed."""
-    use_rslora: Literal[False] = False
-    """Whether the scale is divided by the rank's root."""
+    use_rslora: bool = False
+    """Whether the scale's denominator is the rank's root."""
     use_dora: Literal[False] = False
     """Whether the weight's magnitude is trained."""
     lora_bias: Literal[False] = False
     """Whether the product has a bias."""
-    modules_to_save: None = None
+    modules_to_save: list[str] | None = Field(default=None, max_length=0)
     """Layers that are trained whole."""
-    layers_to_transform: None = None
-    """Layers of the model that are adapted; None for all."""
     rank_pattern: dict[str, int] = Field(default_factory=dict, max_length=0)
     """Ranks of single layers."""
     alpha_pattern: dict[str, int] = Field(default_factory=dict, max_length=0)
     """Numerators of single layers."""
+    init_lora_weights: bool | Literal["gaussian", "eva", "orthogonal"] = True
+    """Start of the weights; other ways than these change the model's own weights as well."""
+    target_parameters: list[str] | None = Field(default=None, max_length=0)
+    """Adapted weights that are no layers."""
+    alora_invocation_tokens: None = None
+    """Tokens behind which alone the adapter acts."""
+    layer_replication: None = None
+    """Layers that are repeated."""
+
+
+class _DraftConfig(PeftConfig):
+    """Content of ``adapter_config.json`` of an adapter that acts at masks only."""
+
+    target_modules: list[str] = Field(min_length=1)
+    """Names of the adapted layers."""
+    trainable_token_indices: dict[str, list[int]]
+    """Ids of the tokens with a row of the adapter's own, by the embedding's name."""
+    use_rslora: Literal[False] = False
+    """Whether the scale's denominator is the rank's root."""
+    layers_to_transform: None = None
+    """Layers of the model that are adapted; None for all."""
 
 
 @dataclass(frozen=True)
@@ -110,20 +130,14 @@ class Adapter:
         Raises:
             UserError: the weights are missing, damaged, or do not fit the model or the settings.
         """
-        file = self.path / WEIGHTS_FILE
-        try:
-            tensors = load_file(file)
-        except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"adapter: {file} cannot be read ({one_line(error)}); {_REMEDY}"
-            ) from error
+        tensors = read_tensors(self.path)
         try:
             attach_adapter(model, self.settings, self.metadata.mask_token_id)
         except UserError as error:
             raise UserError(
                 f"adapter: {self.path / ADAPTER_FILE} does not fit the model ({error}); {_REMEDY}"
             ) from error
-        fill_adapter(model, tensors, str(file))
+        fill_adapter(model, tensors, str(self.path / WEIGHTS_FILE))
 
 
 def read_adapter(path: str | Path) -> Adapter:
@@ -134,6 +148,39 @@ def read_adapter(path: str | Path) -> Adapter:
             link to one elsewhere, or newer than this version.
     """
     path = Path(path)
+    metadata = open_adapter(path)
+    if metadata is None:
+        raise UserError(
+            f"adapter: {path} holds no {METADATA_FILE}, so its weights are not for masks; name an "
+            "adapter that marsray train made, or merge this one into its model's weights"
+        )
+    if metadata.scope != "masks":
+        raise UserError(
+            f"adapter: {path} is a LoRA adapter, which acts at all positions; name a draft "
+            "adapter, which acts at masks only"
+        )
+    config = build_settings(
+        read_json(path / ADAPTER_FILE, _REMEDY), _DraftConfig, source=str(path / ADAPTER_FILE)
+    )
+    settings = AdapterSettings(
+        rank=config.r, alpha=config.lora_alpha, target_modules=config.target_modules
+    )
+    tokenizer = read_adapter_tokenizer(path, metadata)
+    if list(config.trainable_token_indices.values()) != [[metadata.mask_token_id]]:
+        raise UserError(
+            f"{path / ADAPTER_FILE}: trainable_token_indices has to name the mask token, "
+            f"{metadata.mask_token_id}, alone; {_REMEDY}"
+        )
+    return Adapter(path, settings, metadata, tokenizer)
+
+
+def open_adapter(path: Path) -> AdapterMetadata | None:
+    """Look an adapter's directory over and return its ``mars.json``; None if it has none.
+
+    Raises:
+        UserError: the directory holds no adapter, or a file is damaged, a link to one elsewhere, or
+            newer than this version.
+    """
     if not path.is_dir():
         raise UserError(f"adapter: there is no directory {path}; name that of an adapter")
     if not (path / ADAPTER_FILE).is_file():
@@ -141,27 +188,23 @@ def read_adapter(path: str | Path) -> Adapter:
             f"adapter: {path} holds no {ADAPTER_FILE}, so it is no adapter; name the output of a "
             "recipe whose last stage has an adapter"
         )
-    if not (path / METADATA_FILE).is_file():
-        raise UserError(
-            f"adapter: {path} holds no {METADATA_FILE}, so its weights are not for masks; name an "
-            "adapter that marsray train made, or merge this one into its model's weights"
-        )
     refuse_links_out(path, "adapter")
-    metadata = _read_metadata(path)
+    metadata = _read_metadata(path) if (path / METADATA_FILE).is_file() else None
     _refuse_damage(path)
-    config = build_settings(
-        read_json(path / ADAPTER_FILE, _REMEDY), PeftConfig, source=str(path / ADAPTER_FILE)
-    )
-    settings = AdapterSettings(
-        rank=config.r, alpha=config.lora_alpha, target_modules=config.target_modules
-    )
-    tokenizer = _read_tokenizer(path, metadata)
-    if list(config.trainable_token_indices.values()) != [[metadata.mask_token_id]]:
-        raise UserError(
-            f"{path / ADAPTER_FILE}: trainable_token_indices has to name the mask token, "
-            f"{metadata.mask_token_id}, alone; {_REMEDY}"
-        )
-    return Adapter(path, settings, metadata, tokenizer)
+    return metadata
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read the weights of an adapter's directory.
+
+    Raises:
+        UserError: the weights are missing or damaged.
+    """
+    file = path / WEIGHTS_FILE
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"adapter: {file} cannot be read ({one_line(error)}); {_REMEDY}") from error
 
 
 def save_adapter(
@@ -178,7 +221,7 @@ def save_adapter(
     settings = adapter_settings(model)
     names = {id(module): name for name, module in model.named_modules()}
     embedding = names[id(model.get_input_embeddings())].rpartition(".")[2]
-    config = PeftConfig(
+    config = _DraftConfig(
         base_model_name_or_path=metadata.base.name,
         r=settings.rank,
         lora_alpha=round(settings.scale * settings.rank),
@@ -245,7 +288,12 @@ def _refuse_damage(path: Path) -> None:
         raise UserError(f"adapter: {path} is damaged: {error}; {_REMEDY}") from error
 
 
-def _read_tokenizer(path: Path, metadata: AdapterMetadata) -> PreTrainedTokenizerBase:
+def read_adapter_tokenizer(path: Path, metadata: AdapterMetadata) -> PreTrainedTokenizerBase:
+    """Read the tokenizer of an adapter's directory, which has the mask token.
+
+    Raises:
+        UserError: the tokenizer is missing, damaged, or not the one of ``mars.json``.
+    """
     try:
         tokenizer = read_tokenizer(path)
     except (OSError, ValueError, KeyError) as error:

@@ -218,6 +218,12 @@ def fill_adapter(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -
             parameter.copy_(tensors[name])
 
 
+def adaptable_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """Return the layers of an unchanged model that an adapter can change, by their whole names."""
+    names = {module: name for name, module in model.named_modules()}
+    return {f"{names[parent]}.{name}": layer for parent, name, layer in _linears(model)}
+
+
 def _linears(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
     """Yield the linear layers of attention and MLP, with their parents and names there.
 

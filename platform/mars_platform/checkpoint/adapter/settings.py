@@ -52,5 +52,7 @@ class BaseIdentity(Settings):
 class AdapterMetadata(MarsMetadata):
     """Content of an adapter's ``mars.json``."""
 
+    scope: Literal["masks", "all"] = "masks"
+    """Positions that the adapter acts at: those of masks (a draft adapter), or all (LoRA)."""
     base: BaseIdentity
     """The model that the adapter belongs to."""
