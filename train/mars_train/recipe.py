@@ -13,6 +13,8 @@ from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_
 from mars_platform.checkpoint.adapter.settings import AdapterSettings
 from mars_platform.cluster.settings import ClusterSettings
 from mars_platform.config import Settings
+from mars_platform.data.shapes import Column
+from mars_platform.data.sources import is_remote
 from mars_platform.errors import UserError
 
 _OF_TOKENIZER = {"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"}
@@ -62,8 +64,13 @@ class DataSettings(Settings):
     """Training conversations, and the turns that the loss is taken on."""
 
     train: list[str] = Field(min_length=1)
-    """Files (.jsonl, .jsonl.gz, .jsonl.zst, .parquet), directories or globs, each as a path or an
-    fsspec URL (s3://bucket/chats/*.parquet)."""
+    """Files (.jsonl and .json, also with .gz or .zst, .parquet, .arrow), directories or globs, each
+    as a path or an fsspec URL (s3://bucket/chats/*.parquet), and data sets of Hugging Face's hub
+    (hub:owner/name@revision:config/split; all but the name may be left out, and the split is then
+    train)."""
+    columns: dict[Column, str] = Field(default_factory=dict)
+    """Names of columns that have others in the data, here and in evaluation.data: {messages: chat}.
+    """
     loss_on: Literal["last", "all"] = "last"
     """Supervised turns: the last assistant turn, or all of them. Where the chat template drops what
     earlier turns thought, each is learned in a row of its own, behind its own prompt."""
@@ -341,7 +348,7 @@ class EvaluationSettings(Settings):
     @field_validator("data")
     @classmethod
     def _is_local(cls, data: list[str]) -> list[str]:
-        if any("://" in source for source in data):
+        if any(is_remote(source) for source in data):
             raise ValueError("give local files; remote ones are read for training only")
         return data
 

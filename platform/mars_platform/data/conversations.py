@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from mars_platform.config import describe_validation_error
+from mars_platform.data.shapes import NO_NAMES, ColumnNames, to_messages
 from mars_platform.errors import UserError
 
 ANSWER_MARK = "Answer:"
@@ -109,6 +110,8 @@ class Conversation(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
+    shape: str = "messages"
+    """What the row was recognised as."""
     messages: list[ChatTurn]
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     """Functions that the model may call, in OpenAI's form."""
@@ -126,8 +129,10 @@ class Conversation(BaseModel):
         return {"messages": messages, **{key: each for key, each in fields.items() if each}}
 
 
-def parse_conversation(text: str) -> Conversation:
+def parse_conversation(text: str, columns: ColumnNames = NO_NAMES) -> Conversation:
     """Parse one JSONL line into a conversation that ends with an assistant turn.
+
+    ``columns`` names those columns that have other names than `to_messages` knows.
 
     Raises:
         UserError: the line is malformed; the caller adds file and line number.
@@ -140,21 +145,23 @@ def parse_conversation(text: str) -> Conversation:
         raise UserError(f"not valid JSON ({error.msg} at column {error.colno})") from error
     except (ValueError, RecursionError) as error:  # too long a number, or nested too deeply
         raise UserError(f"not valid JSON ({error})") from error
-    return validate_conversation(row)
+    return validate_conversation(row, columns)
 
 
-def validate_conversation(row: Any) -> Conversation:
-    """Turn one decoded row into a conversation that ends with an assistant turn.
+def validate_conversation(row: Any, columns: ColumnNames = NO_NAMES) -> Conversation:
+    """Turn one decoded row of any shape into a conversation that ends with an assistant turn.
 
     Raises:
         UserError: the row is not such a conversation.
     """
     if not isinstance(row, dict):
-        raise UserError('a row must be an object with "messages"')
+        raise UserError('a row must be an object, such as {"messages": [...]}')
+    shape, content = to_messages(row, columns)
     try:
-        conversation = Conversation.model_validate(row)
+        conversation = Conversation.model_validate({**content, "shape": shape})
     except ValidationError as error:
-        raise UserError(describe_validation_error(error, Conversation)) from error
+        read_as = "" if shape == "messages" else f" (in a row read as {shape})"
+        raise UserError(f"{describe_validation_error(error, Conversation)}{read_as}") from error
     if not conversation.messages or conversation.messages[-1].role != "assistant":
         raise UserError("messages: the last turn must have the role 'assistant'")
     if len(conversation.messages) == 1:

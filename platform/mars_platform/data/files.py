@@ -1,37 +1,33 @@
-"""Finds files of conversations and reads their rows: JSONL, plain or compressed, and Parquet.
+"""Finds files of conversations and reads their rows: JSONL, JSON, Parquet and Arrow.
 
 Imports no Ray, torch or HTTP library.
 """
 
-import io
-import json
 import os
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from glob import has_magic
 from pathlib import Path
-from typing import IO
 
-import pyarrow as pa
-import pyarrow.parquet
 from fsspec.core import url_to_fs
 
+from mars_platform.data.contents import ARROW, SUFFIXES, read_contents
 from mars_platform.data.conversations import Conversation, parse_conversation, read_answer
+from mars_platform.data.shapes import NO_NAMES, ColumnNames
+from mars_platform.data.sources import hub_files, is_of_hub
 from mars_platform.errors import UserError, one_line
 
-_PARQUET = ".parquet"
-_CODECS = {".jsonl": None, ".jsonl.gz": "gzip", ".jsonl.zst": "zstd"}
-_SUFFIXES = (*_CODECS, _PARQUET)
-_KINDS = ", ".join(_SUFFIXES)
-_PARQUET_BATCH = 256
-_MAX_ROW_BYTES = 64 * 2**20
-"""Longest line of a JSONL file; a few KiB, compressed, could otherwise take all memory."""
+_KINDS = ".jsonl and .json, also .gz or .zst, .parquet, .arrow"
+_DICT_FILE = "dataset_dict.json"
+_NOTES = ("dataset_info.json", "dataset_infos.json", "state.json", _DICT_FILE)
+"""Files beside data that are none."""
 
 
 def find_files(sources: Iterable[str], setting: str = "data.train") -> list[str]:
-    """Return the data files that paths, directories, globs and fsspec URLs stand for, in order.
+    """Return the data files that paths, directories, globs and URLs stand for, in order.
 
-    Relative paths stay relative. Errors name ``setting``, the field that the sources come from.
+    A URL is one of fsspec or of a data set on the hub; see `hub_files`. Relative paths stay
+    relative. Errors name ``setting``, the field that the sources come from.
 
     Raises:
         UserError: a source is missing, holds no data file, or is of an unknown kind.
@@ -40,6 +36,8 @@ def find_files(sources: Iterable[str], setting: str = "data.train") -> list[str]
 
 
 def _find(source: str, setting: str) -> list[str]:
+    if is_of_hub(source):
+        return _of_hub(source, setting)
     try:
         fs, path = url_to_fs(source)
         if fs.isfile(path):
@@ -52,12 +50,35 @@ def _find(source: str, setting: str) -> list[str]:
             problem = f"there is no file or directory {source}"
     except Exception as error:  # file systems raise errors of many types
         raise UserError(f"{setting}: {source} cannot be read ({one_line(error)})") from error
-    usable = sorted(name for name in found if name.endswith(_SUFFIXES))
+    dictionaries = [name for name in found if name.endswith(f"/{_DICT_FILE}")]
+    usable = sorted(name for name in found if _is_data(name))
+    splits = {name.removeprefix(path).lstrip("/").split("/")[0] for name in usable}
+    if dictionaries and len(splits) > 1:
+        raise UserError(
+            f"{setting}: {source} holds the splits {', '.join(sorted(splits))}; name one of them, "
+            f"such as {source.rstrip('/')}/{min(splits)}"
+        )
     if not usable:
         raise UserError(f"{setting}: {problem}")
     if "://" in source:
         return [fs.unstrip_protocol(name) for name in usable]
     return usable if Path(source).is_absolute() else [os.path.relpath(name) for name in usable]
+
+
+def _of_hub(source: str, setting: str) -> list[str]:
+    try:
+        found = hub_files(source)
+    except UserError as error:
+        raise UserError(f"{setting}: {error}") from error
+    if other := [file for file in found if not _is_data(file)]:
+        raise UserError(f"{setting}: {source}: {other[0]} is of no supported kind ({_KINDS})")
+    return found
+
+
+def _is_data(name: str) -> bool:
+    base = name.rpartition("/")[2]
+    is_cache = base.startswith("cache-") and base.endswith(ARROW)  # kept by datasets' map()
+    return base.endswith(SUFFIXES) and base not in _NOTES and not is_cache
 
 
 def absolute_url(file: str) -> str:
@@ -67,7 +88,7 @@ def absolute_url(file: str) -> str:
 
 
 def read_conversations(
-    sources: Iterable[str], setting: str = "data.train"
+    sources: Iterable[str], setting: str = "data.train", columns: ColumnNames = NO_NAMES
 ) -> Iterator[Conversation]:
     """Yield the usable conversations of some sources (see `find_files`), skipping bad rows.
 
@@ -77,18 +98,18 @@ def read_conversations(
         UserError: a file is missing or broken.
     """
     for file in find_files(sources, setting):
-        for line, content in read_rows(file):
+        for line, content in read_rows(file, columns):
             if line == 0:
                 raise UserError(f"{setting}: {file} {content.decode()}")
             try:
-                conversation = parse_row(content)
+                conversation = parse_row(content, columns)
             except UserError:
                 continue
             yield conversation
 
 
 def read_checked_rows(
-    files: Iterable[str | Path], setting: str
+    files: Iterable[str | Path], setting: str, columns: ColumnNames = NO_NAMES
 ) -> Iterator[tuple[str, Conversation, str | None]]:
     """Yield the name of each row, as ``file:line``, its conversation, and its answer if it has one.
 
@@ -98,25 +119,26 @@ def read_checked_rows(
         UserError: a file cannot be read, or a row is bad; the latter names file and line.
     """
     for file in files:
-        for line, content in read_rows(str(file)):
+        for line, content in read_rows(str(file), columns):
             if line == 0:
                 raise UserError(f"{setting}: {file} {content.decode()}; check the file")
             try:
-                conversation = parse_row(content)
+                conversation = parse_row(content, columns)
                 yield f"{file}:{line}", conversation, read_answer(conversation)
             except UserError as error:
                 raise UserError(f"{file}:{line}: {error}") from error
 
 
-def read_rows(url: str) -> Iterator[tuple[int, bytes]]:
-    """Yield line number, from 1, and content of each row of a file, without blank lines.
+def read_rows(url: str, columns: ColumnNames = NO_NAMES) -> Iterator[tuple[int, bytes]]:
+    """Yield number, from 1, and content of each row of a file, without blank lines.
 
-    A byte order mark at the beginning is no part of a row. If the file cannot be read to its end,
-    the last row has line 0 and its content is the problem.
+    The content is JSON, and the number that of a line, or of an item or row in other files than
+    JSONL. A byte order mark at the beginning is no part of a row. If the file cannot be read to its
+    end, the last row has line 0 and its content is the problem.
     """
     line = 0
     try:
-        for line, content in enumerate(_contents(url), start=1):
+        for line, content in enumerate(read_contents(url, columns), start=1):
             row = content.removeprefix(BOM_UTF8) if line == 1 else content
             if row.strip():
                 yield line, row
@@ -125,8 +147,8 @@ def read_rows(url: str) -> Iterator[tuple[int, bytes]]:
         yield 0, f"cannot be read{where} ({one_line(error)})".encode()
 
 
-def parse_row(content: bytes) -> Conversation:
-    """Parse the content of a row.
+def parse_row(content: bytes, columns: ColumnNames = NO_NAMES) -> Conversation:
+    """Parse the content of a row; see `parse_conversation`.
 
     Raises:
         UserError: the row is not UTF-8, or is no conversation.
@@ -135,30 +157,4 @@ def parse_row(content: bytes) -> Conversation:
         text = content.decode()
     except UnicodeDecodeError as error:
         raise UserError(f"not valid UTF-8 (at byte {error.start + 1})") from error
-    return parse_conversation(text)
-
-
-def _contents(url: str) -> Iterator[bytes]:
-    fs, path = url_to_fs(url)
-    with fs.open(path, "rb") as handle:
-        if path.endswith(_PARQUET):
-            yield from _parquet_rows(handle)
-            return
-        codec = next((_CODECS[suffix] for suffix in _CODECS if path.endswith(suffix)), None)
-        stream = io.BufferedReader(pa.CompressedInputStream(handle, codec) if codec else handle)
-        while line := stream.readline(_MAX_ROW_BYTES + 1):
-            if len(line) > _MAX_ROW_BYTES:
-                raise ValueError(f"the next has more than {_MAX_ROW_BYTES:,} bytes; shorten it")
-            yield line
-
-
-def _parquet_rows(handle: IO[bytes]) -> Iterator[bytes]:
-    file = pyarrow.parquet.ParquetFile(handle)
-    names = file.schema_arrow.names
-    if "messages" not in names:
-        raise ValueError(f"no column messages among {', '.join(names)}")
-    columns = [name for name in ("messages", "answer") if name in names]
-    for batch in file.iter_batches(batch_size=_PARQUET_BATCH, columns=columns):
-        for row in batch.to_pylist():
-            # A value that JSON cannot hold, such as bytes, becomes a list, which makes the row bad.
-            yield json.dumps(row, default=lambda _: []).encode()
+    return parse_conversation(text, columns)

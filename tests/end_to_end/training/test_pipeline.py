@@ -60,7 +60,7 @@ def test_every_row_is_counted_and_bad_or_cut_ones_are_reported(
     ]
     assert [row["reason"].split(" (")[0] for row in report if row["file"] == "in/b.jsonl"] == [
         report[0]["reason"],
-        'a row must be an object with "messages"',
+        'a row must be an object, such as {"messages": [...]}',
         "not valid JSON",
     ]
     assert report[1]["reason"].startswith("no supervised token within data.max_length = 64, of ")
@@ -77,7 +77,8 @@ def test_the_store_does_not_depend_on_files_and_their_format(tokenizer_path, tmp
     rows = [json.loads(line) for line in lines]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "chat.parquet")
     rows = [{"file": 0, "line": i, "content": line.encode()} for i, line in enumerate(lines, 1)]
-    encoded = encode_rows(pa.Table.from_pylist(rows), str(tokenizer_path), "last", 512).to_pylist()
+    table = pa.Table.from_pylist(rows)
+    encoded = encode_rows(table, str(tokenizer_path), settings_for(one)).to_pylist()
     expected = [(row["input_ids"], row["supervised"]) for row in encoded]
     fingerprints = set()
     sources = {"one": one, "many": tmp_path / "many", "parquet": f"file://{tmp_path}/*.parquet"}

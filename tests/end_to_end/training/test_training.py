@@ -48,7 +48,10 @@ def test_every_row_is_stored_and_counted(trained):
     store = TokenStore(trained.output / "data")
     assert len(store) == 4000
     assert (trained.output / "report.jsonl").read_text() == ""
-    assert f"data: 4,000 conversations, {store.num_tokens:,} tokens" in trained.printed
+    assert (
+        f"data: 1 file, 4,000 rows of messages; 4,000 conversations, {store.num_tokens:,} tokens"
+        in trained.printed
+    )
 
 
 def test_the_run_leaves_its_curves_and_no_temporary_files(trained):

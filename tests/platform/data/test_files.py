@@ -2,20 +2,24 @@ import gzip
 import json
 import os
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from chats import GOOD, chat, write_lines
+from mars_platform.data import contents
 from mars_platform.data.files import find_files, read_conversations, read_rows
 from mars_platform.errors import UserError
+from row_shapes import CALLED
 
-KINDS = r"\(\.jsonl, \.jsonl\.gz, \.jsonl\.zst, \.parquet\)"
+KINDS = r"\(\.jsonl and \.json, also \.gz or \.zst, \.parquet, \.arrow\)"
 
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
-    names = ["b.jsonl", "a.parquet", "sub/c.jsonl.gz", "sub/e.jsonl.zst", "notes.txt", "d.json"]
+    names = ["b.jsonl", "a.parquet", "sub/c.jsonl.gz", "sub/e.jsonl.zst", "notes.txt"]
+    names += ["state.json", "dataset_info.json", "cache-1.arrow", "d.json"]
     for name in names:
         (tmp_path / "data" / "sub").mkdir(parents=True, exist_ok=True)
         (tmp_path / "data" / name).touch()
@@ -23,7 +27,13 @@ def tree(tmp_path, monkeypatch):
     return tmp_path
 
 
-ALL = ["data/a.parquet", "data/b.jsonl", "data/sub/c.jsonl.gz", "data/sub/e.jsonl.zst"]
+ALL = [
+    "data/a.parquet",
+    "data/b.jsonl",
+    "data/d.json",
+    "data/sub/c.jsonl.gz",
+    "data/sub/e.jsonl.zst",
+]
 
 
 @pytest.mark.parametrize(
@@ -32,10 +42,10 @@ ALL = ["data/a.parquet", "data/b.jsonl", "data/sub/c.jsonl.gz", "data/sub/e.json
         (["data"], ALL),
         (["data/"], ALL),
         (["data/b.jsonl", "data/a.parquet"], ["data/b.jsonl", "data/a.parquet"]),
-        (["data/*"], ALL[:2]),
+        (["data/*"], ALL[:3]),
         (["data/*.jsonl"], ["data/b.jsonl"]),
-        (["data/**/*.jsonl*"], ALL[1:]),
-        (["data/[ab].*", "data/sub"], ALL),
+        (["data/**/*.jsonl*"], [ALL[1], *ALL[3:]]),
+        (["data/[abd].*", "data/sub"], ALL),
     ],
 )
 def test_files_are_found_in_order(tree, sources, expected):
@@ -64,7 +74,7 @@ def test_a_file_name_may_contain_glob_characters(tree):
         ("nothing.jsonl", r"there is no file or directory nothing\.jsonl"),
         ("data/nothing-*.jsonl", r"there is no file or directory data/nothing-\*\.jsonl"),
         ("data/*.txt", r"there is no file or directory data/\*\.txt"),
-        ("data/d.json", rf"data/d\.json is of no supported kind {KINDS}"),
+        ("data/state.json", rf"data/state\.json is of no supported kind {KINDS}"),
         ("data/notes.txt", rf"data/notes\.txt is of no supported kind {KINDS}"),
         ("empty", rf"empty holds no file of a supported kind {KINDS}"),
         ("foo://bucket/x", r"foo://bucket/x cannot be read \(Protocol not known: foo\)"),
@@ -133,7 +143,7 @@ def test_a_broken_file_is_reported(tmp_path, name):
     assert line == 0
     assert problem.startswith(b"cannot be read")
     if name == "column.parquet":
-        assert problem.endswith(b" (no column messages among text, id)")
+        assert problem.endswith(b" (no column of a known name among text, id; see data.columns)")
 
 
 def test_parquet_rows_are_read_as_json(tmp_path):
@@ -162,3 +172,100 @@ def test_parquet_bytes_are_not_read_as_text(tmp_path):
     pq.write_table(table, tmp_path / "chat.parquet")
     ((_, content),) = read(tmp_path / "chat.parquet")
     assert [message["content"] for message in json.loads(content)["messages"]] == [[], []]
+
+
+# --- JSON, Arrow and data sets --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("piece", [1, 7, 2**18])
+def test_the_items_of_a_json_array_are_its_rows(tmp_path, monkeypatch, piece):
+    monkeypatch.setattr(contents, "_PIECE", piece)
+    file = tmp_path / "chat.json"
+    items = [json.loads(GOOD), 12345, "a, ] b", {"naïve": ["東京", {}]}, None]
+    for text in (json.dumps(items), json.dumps(items, indent=2, ensure_ascii=False)):
+        file.write_text(f"\ufeff \n{text}\n", encoding="utf-8")
+        assert [(n, json.loads(row)) for n, row in read(file)] == [*enumerate(items, start=1)]
+    file.write_bytes(b"[ ]")
+    assert read(file) == []
+
+
+def test_a_json_file_of_lines_is_read_as_such(tmp_path):
+    (tmp_path / "chat.json.gz").write_bytes(gzip.compress(f"{GOOD}\n\n{GOOD}".encode()))
+    assert [number for number, _ in read(tmp_path / "chat.json.gz")] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("text", "num_rows", "problem"),
+    [
+        ('[{"a": 1}, {"b": ', 1, "the next item is not valid JSON, or the array has no end"),
+        ('[{"a": 1}, x]', 1, "the next item is not valid JSON"),
+        ('[{"a": 1}, {"b": 2}', 1, "the next item is not valid JSON, or the array has no end"),
+        ('[{"a": 1} {"b": 2}]', 1, "a comma is missing behind the next item"),
+        ("[" * 100_000, 0, "recursion"),
+    ],
+)
+def test_a_broken_json_array_is_reported(tmp_path, text, num_rows, problem):
+    (tmp_path / "chat.json").write_text(text)
+    *rows, (line, told) = read(tmp_path / "chat.json")
+    assert (len(rows), line) == (num_rows, 0)
+    assert problem in told.decode()
+
+
+def test_a_small_json_file_does_not_become_an_item_of_512_mib(tmp_path):
+    file = tmp_path / "chat.json.zst"
+    file.write_bytes(compress_zstd(b'[1, "' + b"0" * 2**27))
+    (_, problem) = read(file)
+    assert b"the next has more than 67,108,864 bytes" in problem[1]
+
+
+@pytest.mark.parametrize("new", [pa.ipc.new_file, pa.ipc.new_stream])
+def test_arrow_files_are_read_without_what_a_row_lacks(tmp_path, new):
+    table = pa.Table.from_pylist([{"messages": CALLED, "id": 1}] * 600)
+    with new(tmp_path / "chat.arrow", table.schema) as writer:
+        writer.write_table(table, max_chunksize=500)
+    assert [json.loads(row) for _, row in read(tmp_path / "chat.arrow")] == [
+        {"messages": CALLED}
+    ] * 600
+
+
+def test_columns_of_the_recipe_are_read_from_tables(tmp_path):
+    pq.write_table(pa.table({"chat": ["x"], "id": [1]}), tmp_path / "chat.parquet")
+    url = str(tmp_path / "chat.parquet")
+    assert list(read_rows(url, {"messages": "chat"})) == [(1, b'{"chat": "x"}')]
+    [(line, problem)] = read_rows(url, {"messages": "chats"})
+    assert line == 0
+    assert b"data.columns.messages: no column 'chats' among chat, id" in problem
+
+
+def test_a_data_set_that_was_saved_is_read_by_split(tmp_path):
+    rows = [chat("Count", "one"), chat("Count", "two")]
+    split = datasets.Dataset.from_list(rows)
+    datasets.DatasetDict(train=split, test=split).save_to_disk(tmp_path / "both")
+    with pytest.raises(
+        UserError, match=r"holds the splits test, train; name one .* as .*both/test$"
+    ):
+        find_files([f"{tmp_path}/both/"])
+    found = read_conversations([str(tmp_path / "both" / "train")])
+    assert [each.messages[-1].content for each in found] == ["one", "two"]
+    datasets.DatasetDict(train=split).save_to_disk(tmp_path / "one")
+    assert len(list(read_conversations([str(tmp_path / "one")]))) == 2
+
+
+def test_a_data_set_of_the_hub_is_read_by_its_own_notes(tmp_path):
+    write_lines(tmp_path / "en" / "rows.jsonl", GOOD, GOOD)
+    write_lines(tmp_path / "en" / "held-out.jsonl", GOOD)
+    notes = {"train": "en/rows.jsonl", "test": "en/held-out.jsonl"}
+    files = [{"split": split, "path": path} for split, path in notes.items()]
+    text = json.dumps({"configs": [{"config_name": "en", "data_files": files}]})
+    (tmp_path / "README.md").write_text(f"---\n{text}\n---\n")
+    source = f"hub:{tmp_path}"
+    assert len(list(read_conversations([source]))) == 2
+    assert find_files([f"{source}:en/test"]) == [str(tmp_path / "en" / "held-out.jsonl")]
+    with pytest.raises(
+        UserError, match=r"^data\.train: hub:.*no split dev; known are train, test$"
+    ):
+        find_files([f"{source}:dev"])
+    with pytest.raises(UserError, match=r"^data\.train: hub:.* cannot be read \("):
+        find_files([f"{source}:de/train"])
+    with pytest.raises(UserError, match=r"write it as hub:NAME@REVISION:CONFIG/SPLIT$"):
+        find_files(["hub:a:b/c/d"])

@@ -4,12 +4,14 @@ import re
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from tokenizers import AddedToken
 
 from chat_families import tokenizer_of
 from chats import GOOD, LONG, chat, write_lines
 from mars_platform.data.conversations import parse_conversation
+from mars_platform.data.files import read_conversations
 from mars_platform.data.prompt_encoding import PromptEncoder
 from mars_platform.errors import UserError
 from mars_train.data.encoding import (
@@ -19,8 +21,9 @@ from mars_train.data.encoding import (
     encode_rows,
     training_encoder,
 )
-from mars_train.recipe import Recipe
+from mars_train.recipe import DataSettings, Recipe
 from mars_train.run.scratch import CHAT_TEMPLATE, TURN_END
+from row_shapes import CALLED_ROWS, PLAIN_ROWS
 
 
 @pytest.fixture
@@ -31,7 +34,8 @@ def encode(tokenizer_path):
         contents = [line.encode() if isinstance(line, str) else line for line in lines]
         rows = [{"file": 4, "line": i, "content": c} for i, c in enumerate(contents, start=1)]
         table = pa.Table.from_pylist(rows)
-        return encode_rows(table, str(tokenizer_path), loss_on, max_length).to_pylist()
+        settings = DataSettings(train=["x"], loss_on=loss_on, max_length=max_length)
+        return encode_rows(table, str(tokenizer_path), settings).to_pylist()
 
     return make
 
@@ -114,8 +118,8 @@ def test_one_conversation_is_encoded_as_in_a_table(encode, tokenizer):
         (json.dumps(chat("Hello")).encode(), "the last turn must have the role 'assistant'"),
         (json.dumps(chat("Hello", "there", "again")).encode(), "the last turn must have"),
         (json.dumps(chat("Hello", "")).encode(), "messages.1.content: "),
-        (b'{"messages": null}', "messages: "),
-        (b'{"text": "Hello"}', "messages: required, but not given"),
+        (b'{"messages": null}', "no conversation among the columns messages; "),
+        (b'{"text": "Hello"}', "no conversation among the columns text; "),
         (json.dumps({"messages": [{"role": "x" * 99}] * 99}).encode(), "messages.0.role: "),
     ],
 )
@@ -201,9 +205,11 @@ def test_turns_behind_prompts_that_are_too_long_are_cut_from_their_row(thinking,
     thinking.save_pretrained(tmp_path)
     line = json.dumps(chat("Count", THOUGHT, "Again " * 30, "two")).encode()
     rows = pa.Table.from_pylist([{"file": 0, "line": 1, "content": line}])
-    both = encode_rows(rows, str(tmp_path), "all", 512).to_pylist()
+    settings = DataSettings(train=["x"], loss_on="all")
+    both = encode_rows(rows, str(tmp_path), settings).to_pylist()
     assert [(row["line"], row["status"]) for row in both] == [(1, "used")] * 2
-    [kept] = encode_rows(rows, str(tmp_path), "all", 64).to_pylist()
+    short = settings.model_copy(update={"max_length": 64})
+    [kept] = encode_rows(rows, str(tmp_path), short).to_pylist()
     assert kept["input_ids"] == both[0]["input_ids"]
     assert kept["status"] == "truncated"
     assert kept["reason"].startswith("no supervised token within data.max_length = 64, of ")
@@ -288,3 +294,27 @@ def test_tokens_out_of_vocabulary_are_refused():
     with pytest.raises(UserError) as caught:
         check_vocabulary(151_645, 32_000)
     assert "token ids go up to 151645, but the embedding has 32000 rows" in str(caught.value)
+
+
+# --- shapes of rows -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [PLAIN_ROWS, CALLED_ROWS], ids=["plain", "called"])
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
+def test_every_shape_gives_the_same_tokens_and_supervision(tmp_path, tokenizer, rows, kind):
+    family = copy.deepcopy(tokenizer_of("qwen"))
+    encoder, found = training_encoder(family), {}
+    for name, row in rows.items():
+        file = tmp_path / f"chat.{kind}"
+        if kind == "parquet":
+            pq.write_table(pa.Table.from_pylist([row]), file)
+        else:
+            file.write_text(json.dumps([row] if kind == "json" else row))
+        [conversation] = read_conversations([str(file)])
+        [(ids, supervised)] = encode_conversation(encoder, conversation, "all", 512)
+        found[name] = (ids.tolist(), supervised.tolist())
+    first = found["messages"]
+    assert [name for name, each in found.items() if each != first] == []
+    said = family.decode([token for token, chosen in zip(*first, strict=True) if chosen])
+    assert ("Rome" in said) == (rows is CALLED_ROWS)
+    assert "Be short" not in said

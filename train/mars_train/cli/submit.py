@@ -18,6 +18,7 @@ import typer
 from mars_platform import __version__
 from mars_platform.checkpoint.manifest import refuse_links_out
 from mars_platform.cli.options import AsJson, Overrides
+from mars_platform.data.sources import is_remote
 from mars_platform.errors import UserError, one_line
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def _is_elsewhere(source: str) -> bool:
-    return "://" in source or Path(source).is_absolute()
+    return is_remote(source) or Path(source).is_absolute()
 
 
 def _local_files(setting: str, source: str, working_dir: Path) -> list[Path]:

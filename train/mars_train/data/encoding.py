@@ -19,7 +19,7 @@ from mars_platform.data.prompt_encoding import Encoded, PromptEncoder
 from mars_platform.data.rendering import render_turns
 from mars_platform.errors import UserError, one_line
 from mars_train.data.row_report import RowCounts, refuse_bad_data, refuse_few_rows
-from mars_train.recipe import Recipe
+from mars_train.recipe import DataSettings, Recipe
 
 ENCODED_SCHEMA = pa.schema(
     [
@@ -29,6 +29,7 @@ ENCODED_SCHEMA = pa.schema(
         ("supervised", pa.list_(pa.bool_())),
         ("status", pa.string()),  # used, truncated or dropped
         ("reason", pa.string()),  # null if used
+        ("shape", pa.string()),  # what the row was read as; null if dropped
     ]
 )
 _FIRST_ROWS = 200
@@ -58,13 +59,13 @@ def check_first_rows(
     """
     data, counts, dropped = recipe.data, RowCounts(), list[str]()
     encoder, files = training_encoder(tokenizer), find_files(data.train)
-    rows = ((file, *row) for file in files for row in read_rows(file))
+    rows = ((file, *row) for file in files for row in read_rows(file, data.columns))
     first = list(islice(rows, _FIRST_ROWS + 1))
     for file, line, content in first[:_FIRST_ROWS]:
         if line == 0:
             raise UserError(f"data.train: {file} {content.decode()}; mend the file or leave it out")
         row = {"line": line, "content": content}
-        for columns in _encode_row(row, encoder, data.loss_on, data.max_length):
+        for columns in _encode_row(row, encoder, data):
             if columns["status"] == "dropped":
                 dropped.append(f"{file}:{line}: {columns['reason']}")
                 counts.num_bad += 1
@@ -121,9 +122,7 @@ def encode_conversation(
     return [(np.array(each["input_ids"], dtype=np.int64), each["supervised"]) for each in found]
 
 
-def encode_rows(
-    rows: pa.Table, tokenizer_path: str, loss_on: Literal["last", "all"], max_length: int
-) -> pa.Table:
+def encode_rows(rows: pa.Table, tokenizer_path: str, settings: DataSettings) -> pa.Table:
     """Encode rows with the columns ``file``, ``line`` and ``content``.
 
     Returns:
@@ -134,7 +133,7 @@ def encode_rows(
     columns = [
         {"file": row["file"], "line": row["line"]} | each
         for row in rows.to_pylist()
-        for each in _encode_row(row, encoder, loss_on, max_length)
+        for each in _encode_row(row, encoder, settings)
     ]
     return pa.Table.from_pylist(columns, schema=ENCODED_SCHEMA)
 
@@ -145,7 +144,7 @@ def _encoder(path: str) -> PromptEncoder:
 
 
 def _encode_row(
-    row: dict[str, Any], encoder: PromptEncoder, loss_on: Literal["last", "all"], max_length: int
+    row: dict[str, Any], encoder: PromptEncoder, settings: DataSettings
 ) -> list[dict[str, Any]]:
     """Return the columns of the encoded rows that a row gives, at least one.
 
@@ -155,9 +154,13 @@ def _encode_row(
     if row["line"] == 0:
         return [_dropped(content.decode())]
     try:
-        return _examples(encoder, parse_row(content), loss_on, max_length)
+        conversation = parse_row(content, settings.columns)
+        found = _examples(encoder, conversation, settings.loss_on, settings.max_length)
     except UserError as error:
         return [_dropped(one_line(error))]
+    if found[0]["status"] != "dropped":
+        found[0]["shape"] = conversation.shape
+    return found
 
 
 def _examples(

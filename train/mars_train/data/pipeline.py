@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 import ray.data
 
 from mars_platform.data.files import absolute_url, find_files, read_rows
+from mars_platform.data.shapes import ColumnNames
 from mars_platform.errors import UserError, one_line
 from mars_train.data.encoding import encode_rows
 from mars_train.data.row_report import REPORT_FILE, RowCounts, RowReport, refuse_bad_data
@@ -43,7 +44,7 @@ def prepare(settings: DataSettings, tokenizer_path: Path, output: Path) -> RowCo
             ``output`` exists or cannot be written.
     """
     files = find_files(settings.train)
-    counts = RowCounts()
+    counts = RowCounts(num_files=len(files))
     hopeless = max(HOPELESS_ROWS, settings.max_bad_rows)
     try:
         with TokenStoreWriter(output) as writer, TemporaryFile(dir=output.parent) as waiting:
@@ -81,21 +82,20 @@ def encoded_tables(
         )
         # Ray Data does not fuse these two, because flat_map changes the number of rows and
         # map_batches sets a batch size. So a separate task tokenises each block that is read.
-        tables = items.flat_map(_read_file).map_batches(
+        tables = items.flat_map(_read_file, fn_kwargs={"columns": settings.columns}).map_batches(
             encode_rows,
             batch_format="pyarrow",
             batch_size=_BATCH_ROWS,
             fn_kwargs={
                 "tokenizer_path": str(tokenizer_path),
-                "loss_on": settings.loss_on,
-                "max_length": settings.max_length,
+                "settings": settings,
             },
         )
     yield from tables.iter_batches(batch_size=None, batch_format="pyarrow")
 
 
-def _read_file(item: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for line, content in read_rows(item["url"]):
+def _read_file(item: dict[str, Any], columns: ColumnNames) -> Iterator[dict[str, Any]]:
+    for line, content in read_rows(item["url"], columns):
         yield {"file": item["file"], "line": line, "content": content}
 
 

@@ -5,8 +5,9 @@ Imports no Ray or torch.
 
 import json
 from array import array
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -25,6 +26,7 @@ _SHOWN_ROWS = 3
 class RowCounts:
     """Sums over the rows read so far."""
 
+    num_files: int = 0
     num_examples: int = 0
     """Usable rows."""
     num_tokens: int = 0
@@ -35,6 +37,15 @@ class RowCounts:
     num_bad: int = 0
     """Rows that were dropped."""
     max_token_id: int = 0
+    shapes: Counter[str] = field(default_factory=Counter)
+    """Usable rows of the files that were read as each shape."""
+
+    @property
+    def recognised(self) -> str:
+        """Number of files, and what their rows were read as."""
+        files = "1 file" if self.num_files == 1 else f"{self.num_files:,} files"
+        rows = [f"{count:,} rows of {shape}" for shape, count in self.shapes.most_common()]
+        return ", ".join([files, *rows])
 
     def add(self, usable: pa.Table) -> None:
         """Count usable rows, at least one, of ``ENCODED_SCHEMA``."""
@@ -43,6 +54,7 @@ class RowCounts:
         self.num_tokens += len(tokens)
         self.num_supervised += pc.sum(pc.list_flatten(usable["supervised"])).as_py()
         self.num_truncated += pc.sum(pc.equal(usable["status"], "truncated")).as_py()
+        self.shapes.update(shape for shape in usable["shape"].to_pylist() if shape is not None)
         self.max_token_id = max(self.max_token_id, pc.max(tokens).as_py())
 
 

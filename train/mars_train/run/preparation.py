@@ -66,7 +66,7 @@ def _new_model(directory: RunDirectory, console: Console) -> Path:
         return path
     texts = (
         message.content
-        for conversation in read_conversations(recipe.data.train)
+        for conversation in read_conversations(recipe.data.train, columns=recipe.data.columns)
         for message in conversation.messages
     )
     unfinished = path.with_name(".partial-start")

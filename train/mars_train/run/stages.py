@@ -323,9 +323,10 @@ def _prepare_data(directory: RunDirectory, checkpoint: Checkpoint, console: Cons
         counts = prepare(recipe.data, checkpoint.path, directory.data)
     say(
         console,
-        f"data: {counts.num_examples:,} conversations, {counts.num_tokens:,} tokens, "
-        f"{counts.num_supervised:,} of them supervised; {counts.num_truncated:,} conversations "
-        f"cut to length, {counts.num_bad:,} bad rows skipped ({directory.report}); "
+        f"data: {counts.recognised}; {counts.num_examples:,} conversations, "
+        f"{counts.num_tokens:,} tokens, {counts.num_supervised:,} of them supervised; "
+        f"{counts.num_truncated:,} conversations cut to length, "
+        f"{counts.num_bad:,} bad rows skipped ({directory.report}); "
         f"{time.monotonic() - started:.0f} s",
     )
     check_vocabulary(counts.max_token_id, checkpoint.vocabulary_size)

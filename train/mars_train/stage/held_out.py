@@ -61,11 +61,14 @@ def read_held_out(
         checkpoint.tokenizer,
         max_length=checkpoint.max_length,
         max_items=settings.max_items,
+        columns=data.columns,
     )
     encoder = training_encoder(checkpoint.tokenizer)
     rows = [
         row
-        for _, conversation, _ in islice(read_checked_rows(files, "evaluation.data"), len(items))
+        for _, conversation, _ in islice(
+            read_checked_rows(files, "evaluation.data", data.columns), len(items)
+        )
         for row in encode_conversation(encoder, conversation, data.loss_on, data.max_length)
     ]
     return HeldOutSet(items, rows)

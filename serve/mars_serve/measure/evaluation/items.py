@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from mars_platform.data.conversations import Conversation, is_correct
 from mars_platform.data.files import read_checked_rows
 from mars_platform.data.prompt_encoding import PromptEncoder
+from mars_platform.data.shapes import NO_NAMES, ColumnNames
 from mars_platform.errors import UserError
 
 
@@ -39,20 +40,25 @@ def read_items(
     *,
     max_length: int,
     max_items: int | None = None,
+    columns: ColumnNames = NO_NAMES,
 ) -> list[EvalItem]:
-    """Read conversations from JSONL and Parquet files.
+    """Read conversations from files.
 
     Args:
         paths: the files, in order.
         tokenizer: the model's tokenizer, with its chat template.
         max_length: tokens of the model's context, prompt and output together.
         max_items: number of rows after which reading stops, over all files; None reads all.
+        columns: names of columns that have others in the files.
 
     Raises:
         UserError: a file cannot be read, the files hold no row, or a row is bad; the latter names
             file and line.
     """
-    encoder, rows = PromptEncoder(tokenizer), islice(read_checked_rows(paths, "data"), max_items)
+    encoder, rows = (
+        PromptEncoder(tokenizer),
+        islice(read_checked_rows(paths, "data", columns), max_items),
+    )
     items = [_item(index, *row, encoder, max_length) for index, row in enumerate(rows)]
     if not items:
         raise UserError("data: the files hold no row; name files with conversations")
