@@ -1,7 +1,10 @@
+import time
+from datetime import timedelta
+
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -139,3 +142,20 @@ def test_bf16_computes_in_bf16_and_keeps_weights_and_gradients_in_float32(strate
             expected = 2 * mean[name].numpy()
             assert not np.array_equal(gradient, expected)
             np.testing.assert_allclose(gradient, expected, atol=0.05 * np.abs(expected).max())
+
+
+def outlast_the_limit(meeting):
+    """Wait for a worker that writes for longer than the group's time limit."""
+    rank = distributed.get_rank()
+    distributed.destroy_process_group()
+    distributed.init_process_group(
+        *("gloo", f"file://{meeting}"), timedelta(seconds=1), rank=rank, world_size=2
+    )
+    workers = Workers("ddp", use_gpu=False, precision="no")
+    if rank == 0:
+        time.sleep(2)
+    return workers.gather(rank)
+
+
+def test_long_work_of_one_worker_outlasts_the_process_groups_time_limit(tmp_path):
+    assert run_group(outlast_the_limit, 2, tmp_path / "meeting") == [[0, 1], [0, 1]]

@@ -180,6 +180,23 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(job_of, straight,
     assert_equal(resumed, straight(workers, strategy))
 
 
+def test_stops_at_an_epochs_end_and_in_the_middle_of_one_change_nothing(job_of):
+    epochs = {"max_steps": None, "epochs": 3, "batch_size": 25}  # 4 steps each
+    expected = run_stage(job_of("straight", stage=epochs))
+    for stop_at in (4, 6):
+        stopped = run_stage(job_of("resumed", stage=epochs), stop_at=stop_at)
+        assert len(stopped.losses) == stop_at
+    resumed = run_stage(job_of("resumed", stage=epochs))
+    assert "step-00000006" in resumed.reporter.said[0]
+    assert_equal(resumed, expected)
+    tokens = [step.num_tokens for step in resumed.history.steps]
+    assert len(tokens) == 12
+    per_epoch = [sum(tokens[i : i + 4]) for i in (0, 4, 8)]
+    predicted = TokenStore(Path(job_of().data)).num_tokens - NUM_ROWS  # none behind the last token
+    assert per_epoch == [predicted] * 3
+    assert tokens[:4] != tokens[4:8]
+
+
 def test_a_resumed_run_draws_the_same_dropout(job_of, straight, tmp_path):
     start = write_start(tmp_path / "start", attention_dropout=0.2)
     uninterrupted = run_stage(job_of("straight", start=start))
@@ -193,7 +210,7 @@ def test_a_run_resumes_with_another_number_of_workers(job_of, straight):
     stopped = run_stage(job_of("resumed", workers=3), stop_at=6)
     assert "step-00000003" in stopped.reporter.said[0]
     resumed = run_stage(job_of("resumed", workers=2, strategy="fsdp2"))
-    assert "step-00000006" in resumed.reporter.said[0]
+    assert "step-00000006, with 2 workers after 3; " in resumed.reporter.said[0]
     assert_close(resumed, straight(), 8)
 
 

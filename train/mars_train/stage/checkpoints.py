@@ -109,7 +109,11 @@ class Checkpoints:
         for group, rate in zip(state.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         state.history = read_history(directory / HISTORY_FILE)
-        self._reporter.say(f"stage {self._job.stage.name}: resumed from {location}")
+        before, now = content.get("num_workers"), self._workers.num_workers
+        change = f", with {now} workers after {before}; the order of the rows is the same"
+        text = f"stage {self._job.stage.name}: resumed from {location}"
+        self._reporter.say(text + (change if before not in (None, now) else ""))
+        self._workers.gather(None)  # some may have fetched for long
 
     def _names(self) -> list[str]:
         return [name for name in self._storage.names() if name.startswith(CHECKPOINT_PREFIX)]
@@ -118,6 +122,7 @@ class Checkpoints:
         content = {
             "stage": self._job.stage.name,
             "step": state.step,  # with the seed this also gives the data position and random state
+            "num_workers": self._workers.num_workers,  # may change, as the step's rows do not
             "data_fingerprint": self._fingerprint,
             "schedule": state.schedule.state_dict(),
             "recipe": self._job.recipe.model_dump(mode="json"),

@@ -6,18 +6,22 @@ because accelerate applies it on accelerators only, and sharding must be testabl
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from itertools import chain
 from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 Strategy = Literal["ddp", "fsdp2"]
+
+_LONGEST_WAIT = timedelta(days=1)
+"""Longest wait for a worker that reads, writes or scores while the others have nothing to do. A
+worker that ends in that time breaks the connection, and so ends the wait."""
 
 
 class Workers:
@@ -30,6 +34,11 @@ class Workers:
         self.rank = self._accelerator.process_index
         self.num_workers = self._accelerator.num_processes
         self.device = self._accelerator.device
+        self._host_group = (
+            distributed.new_group(backend="gloo", timeout=_LONGEST_WAIT)
+            if distributed.is_initialized()
+            else None
+        )
 
     def wrap(self, model: nn.Module, layer_classes: Iterable[str]) -> nn.Module:
         """Wrap a model with float32 weights such that its gradients are averaged over all workers.
@@ -80,8 +89,16 @@ class Workers:
         return total.tolist()
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all workers in order of rank, waiting for all of them."""
-        return list(gather_object([value]))
+        """Return the values of all workers in order of rank, waiting for all of them.
+
+        The process group's time limit, half an hour by default, does not hold: one worker may
+        check, write or fetch a large checkpoint.
+        """
+        if self._host_group is None:
+            return [value]
+        found: list[Any] = [None] * self.num_workers
+        distributed.all_gather_object(found, value, group=self._host_group)
+        return found
 
 
 def whole_weights(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
