@@ -96,15 +96,16 @@ def _turns_of(row: Mapping[str, Any]) -> tuple[str, Any]:
         return "prompt and completion", [turn for part in parts for turn in _part(*part)]
     if row.get("instruction") is not None and row.get("output") is not None:
         return "alpaca instructions", _alpaca(row)
-    named = ", ".join(map(str, row)) or "none"
+    filled = [str(name) for name, each in row.items() if each is not None]
+    problem = f"no conversation: filled columns are {', '.join(filled) or 'none'}"
     if "text" in row:
         raise UserError(
-            f"no conversation among the columns {named}; a text does not say which part the model "
+            f"{problem}; a text does not say which part the model "
             "is to learn, so write it as messages, or as prompt and completion"
         )
     raise UserError(
-        f"no conversation among the columns {named}; known are messages, conversations, prompt "
-        "with completion, and instruction with output: name others in data.columns"
+        f"{problem}; known are messages, conversations, prompt with completion, and instruction "
+        "with output; name others in data.columns"
     )
 
 

@@ -164,7 +164,7 @@ def test_parquet_rows_without_text_are_bad_rows(tokenizer_path, tmp_path):
     settings = settings_for(tmp_path / "chat.parquet", max_bad_rows=2)
     assert prepare(settings, tokenizer_path, tmp_path / "out" / "tokens").num_examples == 1
     reasons = [row["reason"].split(": ")[0] for row in reported(tmp_path / "out")]
-    assert reasons == ["messages.1.content", "messages"]
+    assert reasons == ["messages.1.content", "no conversation"]
 
 
 def test_an_output_that_cannot_be_written_is_refused(tokenizer_path, lines_file, tmp_path):

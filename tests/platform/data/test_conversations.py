@@ -40,7 +40,7 @@ def test_turns_of_every_role_and_other_columns_are_kept():
         ("[" * 100_000, "not valid JSON"),
         ("[]", "a row must be an object"),
         ("null", "a row must be an object"),
-        ("{}", "no conversation among the columns none; "),
+        ("{}", "no conversation: filled columns are none; "),
         ('{"messages": 3}', "messages: "),
         ('{"messages": []}', "the last turn must have the role 'assistant'"),
         ('{"messages": ["hello"]}', "messages.0: "),

@@ -200,7 +200,7 @@ def test_a_json_file_of_lines_is_read_as_such(tmp_path):
         ('[{"a": 1}, {"b": ', 1, "the next item is not valid JSON, or the array has no end"),
         ('[{"a": 1}, x]', 1, "the next item is not valid JSON"),
         ('[{"a": 1}, {"b": 2}', 1, "the next item is not valid JSON, or the array has no end"),
-        ('[{"a": 1} {"b": 2}]', 1, "a comma is missing behind the next item"),
+        ('[{"a": 1} {"b": 2}]', 0, "a comma is missing behind the next item"),
         ("[" * 100_000, 0, "recursion"),
     ],
 )

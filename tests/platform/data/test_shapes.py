@@ -72,8 +72,11 @@ HUMAN = {"from": "human", "value": "x"}
 @pytest.mark.parametrize(
     ("row", "named"),
     [
-        ({"text": "Hello"}, "among the columns text; a text does not say which part"),
-        ({"q": "x", "a": "y"}, "no conversation among the columns q, a; known are messages, "),
+        (
+            {"text": "Hello"},
+            "no conversation: filled columns are text; a text does not say which part",
+        ),
+        ({"q": "x", "a": "y"}, "filled columns are q, a; known are messages, "),
         (
             {"messages": [{"role": "user", "content": PARTS}]},
             "messages.0.content.1: a part of type 'im",

@@ -118,8 +118,8 @@ def test_one_conversation_is_encoded_as_in_a_table(encode, tokenizer):
         (json.dumps(chat("Hello")).encode(), "the last turn must have the role 'assistant'"),
         (json.dumps(chat("Hello", "there", "again")).encode(), "the last turn must have"),
         (json.dumps(chat("Hello", "")).encode(), "messages.1.content: "),
-        (b'{"messages": null}', "no conversation among the columns messages; "),
-        (b'{"text": "Hello"}', "no conversation among the columns text; "),
+        (b'{"messages": null}', "no conversation: filled columns are none; "),
+        (b'{"text": "Hello"}', "no conversation: filled columns are text; "),
         (json.dumps({"messages": [{"role": "x" * 99}] * 99}).encode(), "messages.0.role: "),
     ],
 )
