@@ -34,15 +34,17 @@ from mars_platform.checkpoint.metadata import (
     check_mask_token,
     read_metadata_of,
 )
-from mars_platform.checkpoint.tokenizer import mask_id, name_mask_token, read_tokenizer
-from mars_platform.config import read_json
+from mars_platform.checkpoint.tokenizer import (
+    mask_id,
+    name_mask_token,
+    read_end_ids,
+    read_tokenizer,
+)
 from mars_platform.errors import UserError, one_line
 from mars_platform.mixing.head import per_layer_embedding, text_prefixes
 
 if TYPE_CHECKING:  # importing transformers' models takes seconds; a server's ingress loads none
     from transformers import PreTrainedModel
-
-_REMEDY = "copy the checkpoint's file again"
 
 
 @dataclass(frozen=True)
@@ -254,17 +256,12 @@ def _special_tokens(
     metadata: MarsMetadata | None,
     vocabulary_size: int,
 ) -> SpecialTokens:
-    file = path / "generation_config.json"
-    generation = read_json(file, _REMEDY) if file.is_file() else {}
-    listed = generation.get("eos_token_id")
-    eos = set(listed if isinstance(listed, list) else [] if listed is None else [listed])
-    if tokenizer.eos_token_id is not None:
-        eos.add(tokenizer.eos_token_id)
     banned = {tokenizer.pad_token_id} if tokenizer.pad_token_id is not None else set()
     if metadata is not None:
         banned.add(metadata.mask_token_id)
     # an adapter's mask, or an added token, may lie past the output layer and has no logit
     known = range(vocabulary_size)
-    eos, banned = ({token for token in ids if token in known} for ids in (eos, banned))
+    ends = read_end_ids(path, tokenizer)
+    eos, banned = ({token for token in ids if token in known} for ids in (ends, banned))
     # Several families pad with one of their end tokens, which must stay possible to emit.
     return SpecialTokens(eos=frozenset(eos), never_emitted=frozenset(banned - eos))

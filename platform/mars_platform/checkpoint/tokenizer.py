@@ -10,6 +10,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mars_platform.checkpoint.metadata import CHAT_TEMPLATE_FILE, MASK_TOKEN
 from mars_platform.config import read_json
 
+REMEDY = "copy the checkpoint's file again"
+
 
 def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Read the tokenizer of a checkpoint directory.
@@ -23,9 +25,26 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     )
     file = Path(path) / CHAT_TEMPLATE_FILE
     if tokenizer.chat_template is None and file.is_file():
-        template = read_json(file, "copy the checkpoint's file again").get("chat_template")
+        template = read_json(file, REMEDY).get("chat_template")
         tokenizer.chat_template = template
     return tokenizer
+
+
+def read_end_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the ids at which an output of a checkpoint directory's model ends.
+
+    These are the tokenizer's and those of ``generation_config.json``, for which ``config.json``
+    stands in as in transformers.
+
+    Raises:
+        UserError: a file is malformed.
+    """
+    files = [Path(path) / name for name in ("generation_config.json", "config.json")]
+    file = next((file for file in files if file.is_file()), None)
+    listed = None if file is None else read_json(file, REMEDY).get("eos_token_id")
+    own = tokenizer.eos_token_id
+    given = listed if isinstance(listed, list) else [listed]
+    return frozenset(each for each in [*given, own] if each is not None)
 
 
 def name_mask_token(tokenizer: PreTrainedTokenizerBase) -> tuple[int, bool]:

@@ -188,6 +188,8 @@ class Shield:
     """Matches a control token's text."""
     names: Mapping[str, str]
     """Secret names by the control tokens' texts."""
+    tags: re.Pattern[str] | None = None
+    """Matches tags that stay control tokens in what the model wrote; None if none does."""
 
     def of(self, value: Any) -> Any:
         """Return a client's value, at any depth, with the telling characters replaced."""
@@ -198,6 +200,17 @@ class Shield:
         if isinstance(value, Mapping):
             return {self.of(key): self.of(each) for key, each in value.items()}
         return [self.of(each) for each in value] if isinstance(value, list) else value
+
+    def of_answer(self, text: str) -> str:
+        """Return the content of an answer with the telling characters replaced outside of tags."""
+        replaced: str = self.of(text)
+        if self.tags is None or replaced is text:
+            return replaced
+        parts, end = list[str](), 0
+        for match in self.tags.finditer(text):
+            parts += [replaced[end : match.start()], match[0]]
+            end = match.end()
+        return ClientText("".join([*parts, replaced[end:]]), text)
 
     def seal(self, text: str) -> str:
         """Name the template's control tokens in a rendered text, and restore the clients' texts."""

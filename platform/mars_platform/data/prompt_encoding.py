@@ -90,17 +90,24 @@ class PromptEncoder:
         tokenizer: PreTrainedTokenizerBase,
         ids: Collection[int] = (),
         *,
-        with_tags: bool = True,
+        answers_have_tags: bool = False,
     ) -> None:
-        """Find the control tokens; see `control_tokens` for the arguments."""
+        """Find the control tokens; see `control_tokens` for the arguments.
+
+        With ``answers_have_tags``, tags in the content of assistant turns act: a model is to write
+        them, or wrote them.
+        """
         backend: Tokenizer = tokenizer.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
-        self.control = control_tokens(tokenizer, ids, with_tags=with_tags)
+        self.control = control_tokens(tokenizer, ids)
         """The control tokens by id."""
         texts = [token.content for token in self.control.values()]
         self.tokenizer = tokenizer
         self._occurrence = _any_of(self.control.values())
+        kept = control_tokens(tokenizer, ids, with_tags=not answers_have_tags)
+        tags = [token for key, token in self.control.items() if key not in kept]
+        self._tags = _any_of(tags) if tags else None
         self._names = {text: secrets.token_hex(_NAME_BYTES) for text in texts}
         self._guarded, self._ids = _renamed(backend, self._names)
         # a model may spell these from text, since they stand in its own vocabulary
@@ -210,7 +217,7 @@ class PromptEncoder:
         free = (chr(code) for code in _STAND_INS if chr(code) not in taken)
         edges = dict(zip(self._edges, free, strict=False))
         every = edges | dict(zip(self._characters, free, strict=False)) if has_inner else edges
-        return Shield(edges, every, self._inner, self._occurrence, self._names)
+        return Shield(edges, every, self._inner, self._occurrence, self._names, self._tags)
 
     def sealed(self, text: str, *, with_spans: bool = True) -> Encoded:
         """Return the token ids of a text that a shield has sealed.

@@ -3,27 +3,55 @@
 Imports no Ray or HTTP library.
 """
 
-import hashlib
 import inspect
 import re
-from collections.abc import Mapping
-from itertools import pairwise
-from typing import Any, Literal
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, Literal, Self
 
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import _compile_jinja_template
+from transformers.utils.chat_template_utils import (
+    _compile_jinja_template,
+    _render_with_assistant_indices,
+)
 
 from mars_platform.data.client_text import Shield
 from mars_platform.data.conversations import Conversation
+from mars_platform.data.template_messages import (
+    THINKING_BEGIN,
+    THINKING_END,
+    adapted,
+    reads_thinking,
+)
 from mars_platform.errors import UserError, one_line
 
-_MISTRAL_CALLS = "[TOOL_CALLS]"
-_SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
-_JINJA = ImmutableSandboxedEnvironment()
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 """Stands behind a text that is to be continued while the template runs."""
-THINKING_BEGIN, THINKING_END = "<think>", "</think>"
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+Spans = list[tuple[int, int]]
+"""Ranges ``[start, end)`` of characters of a rendered text, in order."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A supervised assistant turn in a rendered text."""
+
+    start: int
+    """Number of characters of the prompt before it, which ends with the generation prompt."""
+    end: int
+    """Place behind the token that ends it; without one, behind its last character."""
+    spans: Spans
+    """Supervised characters; none if the template's ``{% generation %}`` marks none of the turn."""
+
+
+@dataclass(frozen=True)
+class RenderedTurns:
+    """A text with supervised assistant turns."""
+
+    text: str
+    turns: list[Turn]
 
 
 def render_prompt(
@@ -40,7 +68,7 @@ def render_prompt(
 
     Args:
         tokenizer: tokenizer with a chat template, which transformers runs in jinja's sandbox.
-        messages: turns in the form that Hugging Face's chat templates read.
+        messages: turns in OpenAI's form, of which arguments of calls may be objects.
         tools: functions that the model may call: objects with ``type`` and ``function``.
         template_kwargs: further variables of the template, set by the sender of a request.
         add_generation_prompt: whether the text ends with the header of an assistant turn.
@@ -52,24 +80,163 @@ def render_prompt(
             support tools, or a variable has a reserved name; the message starts with the name of
             the argument at fault.
     """
-    if tools and "tools" not in _template_of(tokenizer, tools):
-        raise UserError(
-            "tools: this model's chat template does not know tools; leave them out, or use a model "
-            "that was trained with tools"
+    renderer = _Renderer.of(tokenizer, tools, template_kwargs, shield)
+    if continue_final_message:
+        text = _up_to_mark(
+            renderer.text(messages, end_mark=_END_MARK), renderer.content_of(messages[-1])
         )
-    if template_kwargs and (taken := sorted(_reserved_names(tokenizer) & template_kwargs.keys())):
-        raise UserError(
-            f"chat_template_kwargs: {taken[0]!r} is set by the server; leave it out, and use names "
-            "of the template's own variables"
-        )
-    if not continue_final_message:
-        return _render(
-            tokenizer, messages, add_generation_prompt, tools or None, template_kwargs, shield
-        )
-    marked = _render(
-        tokenizer, messages, False, tools or None, template_kwargs, shield, end_mark=_END_MARK
+    else:
+        text = renderer.text(messages, add_generation_prompt=add_generation_prompt)
+    return text if shield is None else shield.seal(text)
+
+
+def render_turns(
+    tokenizer: PreTrainedTokenizerBase,
+    conversation: Conversation,
+    loss_on: Literal["last", "all"],
+    ends: Collection[str],
+    *,
+    shield: Shield | None = None,
+) -> list[RenderedTurns]:
+    """Render a conversation as its model is served it, and find the supervised assistant turns.
+
+    One text holds them all if each turn stands in the prompt of the next one as the model wrote it.
+    Templates that drop what earlier turns thought need several. A turn is supervised behind its
+    generation prompt, or where the template's ``{% generation %}`` marks it, and up to the token
+    that ends it.
+
+    Args:
+        tokenizer: tokenizer with a chat template.
+        conversation: the conversation.
+        loss_on: whether the last assistant turn is supervised or all of them, except for one that
+            opens the conversation.
+        ends: texts of the tokens at which serving ends an output.
+        shield: keeps the turns' texts apart from control tokens, and seals the text.
+
+    Returns:
+        Each text with its turns, at least one.
+
+    Raises:
+        UserError: the template cannot render the data, or writes a turn otherwise than the model
+            would behind its generation prompt.
+    """
+    renderer = _Renderer.of(
+        tokenizer, conversation.tools, conversation.chat_template_kwargs, shield
     )
-    return _up_to_mark(marked, messages[-1]["content"])
+    messages = [turn.as_message() for turn in conversation.messages]
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > 0]
+    found = list[RenderedTurns]()
+    for index in turns if loss_on == "all" else turns[-1:]:
+        prompt = renderer.text(messages[:index], add_generation_prompt=True)
+        text, generated = _answered(renderer, prompt, messages[: index + 1])
+        text, end, end_token = _ended(renderer, text, messages[: index + 1], ends)
+        turn = Turn(len(prompt), end, _supervised(len(prompt), end, len(end_token), generated))
+        if found and prompt.startswith(found[-1].text):
+            found[-1] = RenderedTurns(text, [*found[-1].turns, turn])
+        else:
+            found.append(RenderedTurns(text, [turn]))
+    return found if shield is None else [_sealed(each, shield) for each in found]
+
+
+@dataclass(frozen=True)
+class _Renderer:
+    """Renders messages of one conversation; the text is not sealed."""
+
+    template: str
+    special_tokens: Mapping[str, str]
+    tools: list[dict[str, Any]] | None
+    kwargs: Mapping[str, Any]
+    shield: Shield | None
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        tools: list[dict[str, Any]] | None,
+        kwargs: Mapping[str, Any] | None,
+        shield: Shield | None,
+    ) -> Self:
+        template = _template_of(tokenizer, tools)
+        if tools and "tools" not in template:
+            raise UserError(
+                "tools: this model's chat template does not know tools; leave them out, or use a "
+                "model that was trained with tools"
+            )
+        if kwargs and (taken := sorted(_reserved_names(tokenizer) & kwargs.keys())):
+            raise UserError(
+                f"chat_template_kwargs: {taken[0]!r} is set by the server; leave it out, and use "
+                "names of the template's own variables"
+            )
+        return cls(template, tokenizer.special_tokens_map, tools or None, kwargs or {}, shield)
+
+    def text(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = False,
+        end_mark: str = "",
+    ) -> str:
+        """Return the text of messages, with a mark behind the content of the last one."""
+        return self.marked(messages, add_generation_prompt, end_mark)[0]
+
+    def marked(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = False,
+        end_mark: str = "",
+    ) -> tuple[str, Spans]:
+        """Return the text of messages, and what ``{% generation %}`` marks in it."""
+        try:
+            try:
+                return self._run(adapted(messages, self.template), add_generation_prompt, end_mark)
+            except TypeError:  # DeepSeek's templates join arguments to texts
+                turns = adapted(messages, self.template, as_text=True)
+                return self._run(turns, add_generation_prompt, end_mark)
+        except Exception as error:  # a template can raise any exception
+            raise UserError(
+                f"messages: the chat template cannot render them ({one_line(error)})"
+            ) from error
+
+    def _run(
+        self, turns: list[dict[str, Any]], add_generation_prompt: bool, end_mark: str
+    ) -> tuple[str, Spans]:
+        """Render as ``apply_chat_template`` does, which makes plain strings of client texts."""
+        shown = [self._shown(turn) for turn in turns]
+        if end_mark:
+            shown[-1] = {**shown[-1], "content": shown[-1]["content"] + end_mark}
+        text, generated = _render_with_assistant_indices(
+            _compile_jinja_template(self.template),
+            shown,
+            self.shielded(self.tools),
+            None,
+            add_generation_prompt,
+            **{**self.special_tokens, **self.shielded(self.kwargs)},
+        )
+        return text, generated
+
+    def _shown(self, turn: dict[str, Any]) -> dict[str, Any]:
+        """Return a turn as the template gets it; thinking that it would drop is in the content."""
+        shown = {key: each if key == "role" else self.shielded(each) for key, each in turn.items()}
+        turn = {**shown, "content": self.content_of(turn)}
+        thinking = turn.get("reasoning_content")
+        if thinking is None or reads_thinking(self.template):
+            return turn
+        return {**turn, "content": _thought(thinking) + turn["content"]}
+
+    def shielded(self, value: Any) -> Any:
+        """Return a value from outside, shielded if there is a shield."""
+        return value if self.shield is None else self.shield.of(value)
+
+    def content_of(self, message: dict[str, Any]) -> Any:
+        """Return the content of a message, shielded if there is a shield."""
+        if self.shield is None or message["role"] != "assistant":
+            return self.shielded(message["content"])
+        return self.shield.of_answer(message["content"])
+
+
+def _thought(thinking: str) -> str:
+    """Return thinking in the form in which models write it before the content."""
+    return f"{THINKING_BEGIN}\n" + thinking.strip("\n") + f"\n{THINKING_END}\n\n"
 
 
 def _up_to_mark(text: str, content: str) -> str:
@@ -97,159 +264,117 @@ def _reserved_names(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     return {*parameters, *tokenizer.special_tokens_map, "messages", "conversations"}
 
 
-def render_turns(
-    tokenizer: PreTrainedTokenizerBase,
-    conversation: Conversation,
-    loss_on: Literal["last", "all"],
-    *,
-    shield: Shield | None = None,
-) -> list[tuple[str, list[tuple[int, int]]]]:
-    """Render a conversation as its model is served it, and find the supervised assistant turns.
-
-    One text holds them all if each turn stands in the prompt of the next one as the model wrote it.
-    Templates that drop what earlier turns thought need several.
-
-    Args:
-        tokenizer: tokenizer with a chat template.
-        conversation: the conversation.
-        loss_on: whether the last assistant turn is supervised or all of them, except for one that
-            opens the conversation.
-        shield: keeps the turns' texts apart from control tokens, and seals the text.
-
-    Returns:
-        Each text with the ``[start, end)`` character spans of its supervised turns. A span starts
-        after the generation prompt and ends with the turn's end marker, without the white space
-        that the template puts between turns.
-
-    Raises:
-        UserError: the template cannot render the data, or writes a turn otherwise than the model
-            would behind its generation prompt.
-    """
-    messages = [turn.as_message() for turn in conversation.messages]
-    tools, kwargs = conversation.tools, conversation.chat_template_kwargs
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > 0]
-    found = list[tuple[str, list[tuple[int, int]]]]()
-    for index in turns if loss_on == "all" else turns[-1:]:
-        prompt = render_prompt(
-            tokenizer, messages[:index], tools, template_kwargs=kwargs, shield=shield
-        )
-        text = _answered(tokenizer, prompt, messages[: index + 1], tools, kwargs, shield)
-        span = (len(prompt), len(text.rstrip()))
-        if found and prompt.startswith(found[-1][0]):
-            found[-1] = (text, [*found[-1][1], span])
-        else:
-            found.append((text, [span]))
-    return found
-
-
 def _answered(
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: str,
-    messages: list[dict[str, Any]],
-    tools: list[dict[str, Any]] | None,
-    kwargs: Mapping[str, Any] | None,
-    shield: Shield | None,
-) -> str:
+    renderer: _Renderer, prompt: str, messages: list[dict[str, Any]]
+) -> tuple[str, Spans | None]:
     """Return a prompt with the last message as the model would write it behind the prompt.
 
     A generation prompt may open the thinking, which the template drops from a turn that is there.
-    The thinking is then taken from the message; without any, it is closed at once.
+    The thinking is then taken from the message; without any, it is closed at once. Beside the text
+    is what the template marks as generated, or None if it marks nothing in this text.
     """
-    text = _render(tokenizer, messages, False, tools, kwargs, shield)
-    if text.startswith(prompt):
-        return text
+    text, generated = renderer.marked(messages)
     head, begin, space = prompt.rpartition(THINKING_BEGIN)
+    is_open = bool(begin) and not space.strip()
+    if text.startswith(prompt):
+        if not is_open or THINKING_END in text[len(prompt) :]:
+            return text, generated if _GENERATION.search(renderer.template) else None
+        return f"{prompt}{space}{THINKING_END}\n\n{text[len(prompt) :].lstrip()}", None
     end_mark = _END_MARK.strip()
-    marked = _render(tokenizer, messages, False, tools, kwargs, shield, end_mark=end_mark)
-    _, mark, turn_end = marked.rpartition(end_mark)
-    if not (begin and mark) or space.strip() or not text.startswith(head):
+    _, mark, turn_end = renderer.text(messages, end_mark=end_mark).rpartition(end_mark)
+    if not (is_open and mark) or not text.startswith(head):
         raise UserError(
             "messages: the chat template does not render this assistant turn as a continuation "
-            "of its generation prompt; use a template that does"
+            "of its generation prompt; set chat_template_kwargs as the turn was written, such as "
+            "enable_thinking, or use a template that does"
         )
-    answer: str = messages[-1]["content"]
-    if answer.lstrip().startswith(begin):
-        answer = answer.lstrip().removeprefix(begin).removeprefix(space)
-    elif THINKING_END not in answer:
-        answer = f"{space}{THINKING_END}\n\n{answer}"
-    return prompt + answer + turn_end
+    rest = text[len(head) :]
+    return prompt + _behind_opening(renderer, space, messages[-1], rest, turn_end), None
 
 
-def variables_of(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
-    """Return the names in the code of a tokenizer's chat templates, without those of attributes."""
-    templates = tokenizer.chat_template or ""
-    names = set[str]()
-    for template in templates.values() if isinstance(templates, dict) else [templates]:
-        tokens = [each[1:] for each in _JINJA.lex(template) if each[1] != "whitespace"]
-        pairs = pairwise([("", ""), *tokens])
-        names |= {name for (_, before), (kind, name) in pairs if kind == "name" and before != "."}
-    return frozenset(names)
-
-
-def _render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict[str, Any]],
-    add_generation_prompt: bool,
-    tools: list[dict[str, Any]] | None = None,
-    kwargs: Mapping[str, Any] | None = None,
-    shield: Shield | None = None,
-    end_mark: str = "",
+def _behind_opening(
+    renderer: _Renderer, space: str, message: dict[str, Any], rest: str, turn_end: str
 ) -> str:
-    template = _template_of(tokenizer, tools)
-    turns = _adapted(messages, template)
+    """Return what the model writes behind a prompt that opens the thinking, followed by ``space``.
+
+    ``rest`` is what the template writes of the message, and ``turn_end`` its part behind the
+    content. It has no thinking, but may have the end of it.
+    """
+    content, thinking = renderer.content_of(message), message.get("reasoning_content")
+    if thinking is None:
+        own = content.lstrip()
+        if own.startswith(THINKING_BEGIN):
+            return "".join([own.removeprefix(THINKING_BEGIN).removeprefix(space), turn_end])
+        if THINKING_END in content:
+            return "".join([content, turn_end])
+    thought = space if thinking is None else renderer.shielded(thinking).strip("\n")
+    if rest.startswith(THINKING_END):
+        return "".join([thought, rest])
+    line = "" if thinking is None else "\n"
+    return "".join([thought, line, THINKING_END, "\n\n", content, turn_end])
+
+
+def _ended(
+    renderer: _Renderer, text: str, messages: list[dict[str, Any]], ends: Collection[str]
+) -> tuple[str, int, str]:
+    """Return a text up to the end of its last turn, that place, and the token that ends the turn.
+
+    GLM's templates end no turn: the model stops with the token that begins the next message, a
+    question or the result of a call, which is added to the text. The token is empty if serving
+    ends an output at none that the template writes.
+    """
+    end = len(text.rstrip())
+    longest_first = sorted(ends, key=len, reverse=True)
+    if token := next((each for each in longest_first if text.endswith(each, 0, end)), ""):
+        return text, end, token
+    calls = messages[-1].get("tool_calls")
+    turn: dict[str, Any] = {"role": "assistant", "content": "x", "tool_calls": calls}
+    following = {"role": "user", "content": "x"}
+    if calls:
+        following = {"role": "tool", "content": "x", "tool_call_id": calls[0]["id"]}
     try:
-        if shield is not None:
-            return _render_shielded(
-                tokenizer, template, turns, add_generation_prompt, tools, kwargs, shield, end_mark
-            )
-        text = tokenizer.apply_chat_template(
-            _marked(turns, end_mark),
-            tools=tools,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            **(kwargs or {}),
+        before = renderer.text([*messages[:-1], turn]).rstrip()
+        longer = renderer.text([*messages[:-1], turn, following])
+    except UserError:
+        return text, end, ""
+    behind = longer.removeprefix(before).lstrip() if longer.startswith(before) else ""
+    token = next((each for each in longest_first if behind.startswith(each)), "")
+    if not token:
+        return text, end, ""
+    gap = longer[len(before) : len(longer) - len(behind)]
+    text = text[:end] + gap + token
+    return text, len(text), token
+
+
+def _supervised(start: int, end: int, num_last: int, generated: Spans | None) -> Spans:
+    """Return the supervised characters of a turn, the last ``num_last`` of which are its end token.
+
+    The end token is among them if anything is: a model that is not taught to end goes on for ever.
+    """
+    if generated is None:
+        return [(start, end)]
+    pairs = ((max(first, start), min(last, end)) for first, last in generated)
+    spans = [(first, last) for first, last in pairs if first < last]
+    if spans and num_last and spans[-1][1] < end:
+        spans.append((max(spans[-1][1], end - num_last), end))
+    return spans
+
+
+def _sealed(rendered: RenderedTurns, shield: Shield) -> RenderedTurns:
+    """Seal a text piece by piece, so that its turns are found again."""
+    turns, text = rendered.turns, rendered.text
+    inside = {place for turn in turns for span in turn.spans for place in span}
+    edges = {place for turn in turns for place in (turn.start, turn.end)}
+    places = sorted({0, len(text)} | inside | edges)
+    pieces = [shield.seal(text[begin:end]) for begin, end in pairwise(places)]
+    new = dict(zip(places, accumulate(map(len, pieces), initial=0), strict=True))
+    moved = [
+        Turn(
+            new[turn.start], new[turn.end], [(new[first], new[last]) for first, last in turn.spans]
         )
-    except Exception as error:  # a template can raise any exception
-        raise UserError(
-            f"messages: the chat template cannot render them ({one_line(error)})"
-        ) from error
-    assert isinstance(text, str)
-    return text
-
-
-def _render_shielded(
-    tokenizer: PreTrainedTokenizerBase,
-    template: str,
-    turns: list[dict[str, Any]],
-    add_generation_prompt: bool,
-    tools: list[dict[str, Any]] | None,
-    kwargs: Mapping[str, Any] | None,
-    shield: Shield,
-    end_mark: str,
-) -> str:
-    """Render as ``apply_chat_template`` does, which would make plain strings of shielded ones."""
-    shielded = [
-        {key: each if key == "role" else shield.of(each) for key, each in turn.items()}
         for turn in turns
     ]
-    text = _compile_jinja_template(template).render(
-        messages=[
-            {key: each for key, each in turn.items() if each is not None}
-            for turn in _marked(shielded, end_mark)
-        ],
-        tools=shield.of(tools),
-        documents=None,
-        add_generation_prompt=add_generation_prompt,
-        **{**tokenizer.special_tokens_map, **shield.of(kwargs or {})},
-    )
-    return shield.seal(text)
-
-
-def _marked(turns: list[dict[str, Any]], end_mark: str) -> list[dict[str, Any]]:
-    """Return the turns with a mark behind the content of the last one."""
-    if not end_mark:
-        return turns
-    return [*turns[:-1], {**turns[-1], "content": turns[-1]["content"] + end_mark}]
+    return RenderedTurns("".join(pieces), moved)
 
 
 def _template_of(
@@ -266,31 +391,3 @@ def _template_of(
         raise UserError(f"messages: there is no chat template to use ({error})") from error
     assert isinstance(template, str)
     return template
-
-
-def _adapted(messages: list[dict[str, Any]], template: str) -> list[dict[str, Any]]:
-    """Return the turns with roles and ids that a template supports.
-
-    Few templates support the role developer, and some drop such a turn silently: it becomes system,
-    the role's older name. Mistral's templates demand ids of nine characters for tool calls.
-    """
-    if "developer" not in template:
-        messages = [
-            {**turn, "role": "system"} if turn["role"] == "developer" else turn for turn in messages
-        ]
-    return [_with_short_ids(turn) for turn in messages] if _MISTRAL_CALLS in template else messages
-
-
-def _with_short_ids(turn: dict[str, Any]) -> dict[str, Any]:
-    if "tool_call_id" in turn:
-        turn = {**turn, "tool_call_id": _short_id(turn["tool_call_id"])}
-    if "tool_calls" in turn:
-        calls = [{**call, "id": _short_id(call["id"])} for call in turn["tool_calls"]]
-        turn = {**turn, "tool_calls": calls}
-    return turn
-
-
-def _short_id(identifier: str) -> str:
-    if _SHORT_ID.fullmatch(identifier):
-        return identifier
-    return hashlib.sha256(identifier.encode()).hexdigest()[:9]

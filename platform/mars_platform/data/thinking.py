@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from mars_platform.data.prompt_encoding import control_tokens
-from mars_platform.data.rendering import THINKING_BEGIN, THINKING_END
+from mars_platform.data.template_messages import THINKING_BEGIN, THINKING_END
 
 
 @dataclass(frozen=True)

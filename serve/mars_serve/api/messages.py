@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, StringConstraints, Tag
-from pydantic_core import PydanticCustomError, from_json
+from pydantic_core import PydanticCustomError
 
 from mars_serve.api.bodies import at_most
 
@@ -232,53 +232,29 @@ TemplateKwargs = Annotated[
 
 
 def messages_for_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Return messages in the form that Hugging Face chat templates read.
+    """Return messages with their contents as texts and without the keys that they lack.
 
-    Parts of a text are joined by line breaks. Tool arguments become objects if they are valid JSON
-    objects. A tool result gets the name of the function that was called.
+    Parts of a text are joined by line breaks.
 
-    Source: transformers, "Tool use"; vLLM for joining parts.
+    Source: vLLM for joining parts.
     """
-    names: dict[str, str] = {}
-    turns = []
-    for message in messages:
-        if isinstance(message, PastAssistantMessage):
-            turn = _answer(message)
-            names.update({call.id: call.function.name for call in message.tool_calls or ()})
-        else:
-            turn = {"role": message.role, "content": _text_of(message.content)}
-        name = message.name
-        if isinstance(message, ToolMessage):
-            turn["tool_call_id"] = message.tool_call_id
-            name = name or names.get(message.tool_call_id)
-        if name is not None:
-            turn["name"] = name
-        turns.append(turn)
-    return turns
+    return [_turn(message) for message in messages]
 
 
-def _answer(message: PastAssistantMessage) -> dict[str, Any]:
-    """Translate an assistant message, leaving out absent keys because templates test for them."""
+def _turn(message: ChatMessage) -> dict[str, Any]:
     content = "" if message.content is None else _text_of(message.content)
-    turn: dict[str, Any] = {"role": "assistant", "content": content or message.refusal or ""}
-    thinking = message.reasoning_content or message.reasoning
-    if thinking:  # templates know it by one of the names
-        turn |= {"reasoning_content": thinking, "reasoning": thinking}
-    if message.tool_calls:
-        turn["tool_calls"] = calls = [call.model_dump() for call in message.tool_calls]
-        for call in calls:
-            call["function"]["arguments"] = _arguments(call["function"]["arguments"])
+    turn: dict[str, Any] = {"role": message.role, "content": content}
+    if isinstance(message, PastAssistantMessage):
+        turn["content"] = content or message.refusal or ""
+        if thinking := message.reasoning_content or message.reasoning:
+            turn["reasoning_content"] = thinking
+        if message.tool_calls:
+            turn["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+    if isinstance(message, ToolMessage):
+        turn["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        turn["name"] = message.name
     return turn
-
-
-def _arguments(text: str) -> dict[str, Any] | str:
-    if not text.strip():
-        return {}
-    try:
-        arguments = from_json(text)
-    except ValueError:  # a model wrote it; the template shows it
-        return text
-    return arguments if isinstance(arguments, dict) else text
 
 
 def _text_of(content: str | Sequence[TextPart | RefusalPart]) -> str:

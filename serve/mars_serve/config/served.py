@@ -169,7 +169,7 @@ class ServedModel:
     @cached_property
     def switches(self) -> frozenset[str]:
         """Variables of the chat template that turn thinking on and off, or say how much of it."""
-        from mars_platform.data.rendering import variables_of
+        from mars_platform.data.template_messages import variables_of
 
         return variables_of(self.checkpoint.tokenizer) & _SWITCHES
 

@@ -187,10 +187,9 @@ def test_a_template_reads_and_cuts_hostile_text_as_it_reads_plain_text():
 
 def test_tags_count_as_text_only_where_they_are_control_tokens():
     tokenizer = tokenizer_of("qwen")
-    loose = PromptEncoder(tokenizer, with_tags=False)
+    strict = encoder_of("qwen")
     tag, fim = tokenizer.convert_tokens_to_ids(["<tool_call>", "<|fim_prefix|>"])
-    assert tag in loose.text("<tool_call>").ids
-    assert fim not in loose.text("<|fim_prefix|>").ids
+    assert {tag, fim}.isdisjoint(strict.text("<tool_call><|fim_prefix|>").ids)
     table = tokenizer_of("gemma").convert_tokens_to_ids("<table>")
     assert table in encoder_of("gemma").text("<table>").ids
 

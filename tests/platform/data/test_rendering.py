@@ -39,8 +39,13 @@ LONG = conversation(
 
 
 def supervised(tokenizer, loss_on):
-    [(text, spans)] = render_turns(tokenizer, LONG, loss_on)
-    return [text[begin:end] for begin, end in spans]
+    [rendered] = render_turns(tokenizer, LONG, loss_on, [TURN_END])
+    return supervised_in(rendered)
+
+
+def supervised_in(rendered):
+    spans = [span for turn in rendered.turns for span in turn.spans]
+    return [rendered.text[begin:end] for begin, end in spans]
 
 
 def test_a_prompt_asks_for_the_next_assistant_turn(tokenizer):
@@ -49,9 +54,9 @@ def test_a_prompt_asks_for_the_next_assistant_turn(tokenizer):
 
 
 def test_the_rendered_text_is_the_whole_conversation(tokenizer):
-    [(text, _)] = render_turns(tokenizer, LONG, "last")
+    [rendered] = render_turns(tokenizer, LONG, "last", [TURN_END])
     messages = [message.model_dump() for message in LONG.messages]
-    assert text == tokenizer.apply_chat_template(messages, tokenize=False)
+    assert rendered.text == tokenizer.apply_chat_template(messages, tokenize=False)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +69,8 @@ def test_the_last_assistant_turn_or_all_are_supervised(tokenizer, loss_on, conte
 
 def test_an_assistant_turn_that_opens_the_conversation_is_not_supervised(tokenizer):
     messages = conversation({"role": "assistant", "content": "Hello"}, USER, ANSWER)
-    [(text, spans)] = render_turns(tokenizer, messages, "all")
-    assert [text[begin:end] for begin, end in spans] == ["one" + TURN_END]
+    [rendered] = render_turns(tokenizer, messages, "all", [TURN_END])
+    assert supervised_in(rendered) == ["one" + TURN_END]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +86,7 @@ def test_an_assistant_turn_that_opens_the_conversation_is_not_supervised(tokeniz
 def test_a_template_that_cannot_be_used_is_refused(tokenizer, template, named):
     tokenizer.chat_template = template
     assert named in refusal(render_prompt, tokenizer, [USER])
-    assert named in refusal(render_turns, tokenizer, LONG, "all")
+    assert named in refusal(render_turns, tokenizer, LONG, "all", [])
 
 
 def test_turns_that_a_template_drops_later_get_texts_of_their_own(tokenizer):
@@ -90,17 +95,16 @@ def test_turns_that_a_template_drops_later_get_texts_of_their_own(tokenizer):
         "{{ message.role }}: {{ message.content }}\n{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    found = render_turns(tokenizer, LONG, "all")
-    turns = [[text[begin:end] for begin, end in spans] for text, spans in found]
-    assert turns == [["one"], ["two\n\nlines"], [" three"]]
-    assert all(text.count("assistant: ") == 1 for text, _ in found)
-    assert render_turns(tokenizer, LONG, "last") == found[-1:]
+    found = render_turns(tokenizer, LONG, "all", [])
+    assert [supervised_in(each) for each in found] == [["one"], ["two\n\nlines"], [" three"]]
+    assert all(each.text.count("assistant: ") == 1 for each in found)
+    assert render_turns(tokenizer, LONG, "last", []) == found[-1:]
 
 
 @pytest.mark.parametrize("opened", ["<idea>\n", "<think>\nSo,"])
 def test_a_template_whose_generation_prompt_differs_is_refused(tokenizer, opened):
     tokenizer.chat_template = CHAT_TEMPLATE.replace("assistant\n", f"assistant\n{opened}")
-    assert "as a continuation" in refusal(render_turns, tokenizer, LONG, "last")
+    assert "as a continuation" in refusal(render_turns, tokenizer, LONG, "last", [])
 
 
 # --- tools and variables of the template ----------------------------------------------------------
@@ -163,8 +167,8 @@ def test_names_of_jinja_as_variables_do_no_harm(tokenizer, name):
 def test_the_role_developer_becomes_system_in_a_template_without_it(tokenizer):
     developer = {"role": "developer", "content": "Be brief."}
     assert "<|im_start|>system\nBe brief." in render_prompt(tokenizer, [developer, USER])
-    [(text, _)] = render_turns(tokenizer, conversation(developer, USER, ANSWER), "last")
-    assert text.startswith("<|im_start|>system\nBe brief.")
+    [rendered] = render_turns(tokenizer, conversation(developer, USER, ANSWER), "last", [])
+    assert rendered.text.startswith("<|im_start|>system\nBe brief.")
     tokenizer.chat_template = "{# developer #}" + CHAT_TEMPLATE
     assert "<|im_start|>developer\nBe brief." in render_prompt(tokenizer, [developer, USER])
 

@@ -24,7 +24,7 @@ import mars_serve.api
 import mars_serve.http
 from mars_platform.data import prompt_encoding
 from mars_platform.data.client_text import ClientText, Shield, strings_in
-from mars_platform.data.rendering import _short_id
+from mars_platform.data.template_messages import _short_id, adapted
 from mars_platform.data.thinking import ThinkingTokens
 from mars_serve.api import bounds
 from mars_serve.api.errors import ApiError, invalid_value, shown
@@ -104,7 +104,7 @@ JSON_WORKS: list[Work] = [
     lambda text: bodies._may_have_surrogates(text.encode()),
     tried(lambda text: bounds.check_arguments([called(text)])),
     tried(lambda text: bodies._check_surrogates(f'{{"a": [{text}0]}}'.encode())),
-    lambda text: messages_for_template([called(text)]),
+    lambda text: adapted(messages_for_template([called(text)]), ""),
 ]
 JSON_TEXTS = {
     "digits": DIGITS,
@@ -219,7 +219,9 @@ def test_the_cost_of_a_hostile_text_grows_with_its_length_alone(case, name):
 
 # Regular expressions are found by what uses them, so that none is added without a text here.
 
-OF_CHECKPOINTS = {"_BARRED", "_TAG", "_pattern", "_BYTE_FALLBACK", "CallGrammar"}
+OF_CHECKPOINTS = {
+    "_BARRED", "_TAG", "_pattern", "_BYTE_FALLBACK", "CallGrammar", "_GENERATION",
+}  # fmt: skip
 """On texts of the checkpoint, which is trusted with them."""
 OF_DATA = {"_MARKS", "_NUMBER"}
 """On data to train on."""

@@ -15,11 +15,11 @@ from mars_platform.data.files import read_conversations
 from mars_platform.data.prompt_encoding import PromptEncoder
 from mars_platform.errors import UserError
 from mars_train.data.encoding import (
+    TrainingEncoder,
     check_first_rows,
     check_vocabulary,
     encode_conversation,
     encode_rows,
-    training_encoder,
 )
 from mars_train.recipe import DataSettings, Recipe
 from mars_train.run.scratch import CHAT_TEMPLATE, TURN_END
@@ -38,6 +38,13 @@ def encode(tokenizer_path):
         return encode_rows(table, str(tokenizer_path), settings).to_pylist()
 
     return make
+
+
+def encoder_of(tokenizer):
+    """Return the encoder of a model that ends its turns as ChatML does."""
+    return TrainingEncoder.of(
+        tokenizer, frozenset([tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids([TURN_END])])
+    )
 
 
 def supervised_text(tokenizer, row):
@@ -100,11 +107,11 @@ def test_one_conversation_is_encoded_as_in_a_table(encode, tokenizer):
     for line in (GOOD, LONG):
         (row,) = encode(line, max_length=64)
         [(ids, supervised)] = encode_conversation(
-            training_encoder(tokenizer), parse_conversation(line), "last", 64
+            encoder_of(tokenizer), parse_conversation(line), "last", 64
         )
         assert (ids.tolist(), supervised.tolist()) == (row["input_ids"], row["supervised"])
     with pytest.raises(UserError, match=r"^messages: no supervised token within data\.max_length"):
-        encode_conversation(training_encoder(tokenizer), parse_conversation(GOOD), "last", 8)
+        encode_conversation(encoder_of(tokenizer), parse_conversation(GOOD), "last", 8)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +195,7 @@ def test_every_turn_is_learned_behind_the_tokens_that_serving_prompts_with(
     thinking.chat_template = template
     messages = chat(question, THOUGHT, "Again", "two")["messages"]
     conversation = parse_conversation(json.dumps({"messages": messages}))
-    serving, encoder = PromptEncoder(thinking), training_encoder(thinking)
+    serving, encoder = PromptEncoder(thinking), encoder_of(thinking)
     found, prompts = [], []
     for ids, supervised in encode_conversation(encoder, conversation, "all", 512):
         edges = np.flatnonzero(np.diff(supervised, prepend=False, append=False)).reshape(-1, 2)
@@ -232,7 +239,7 @@ def check(tmp_path, tokenizer):
                 "output": "out",
             }
         )
-        check_first_rows(recipe, tokenizer, vocabulary_size)
+        check_first_rows(recipe, encoder_of(tokenizer), vocabulary_size)
 
     return run
 
@@ -303,7 +310,7 @@ def test_tokens_out_of_vocabulary_are_refused():
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
 def test_every_shape_gives_the_same_tokens_and_supervision(tmp_path, tokenizer, rows, kind):
     family = copy.deepcopy(tokenizer_of("qwen"))
-    encoder, found = training_encoder(family), {}
+    encoder, found = encoder_of(family), {}
     for name, row in rows.items():
         file = tmp_path / f"chat.{kind}"
         if kind == "parquet":

@@ -3,20 +3,21 @@
 Imports no Ray.
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice, pairwise
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from mars_platform.checkpoint.tokenizer import read_tokenizer
+from mars_platform.checkpoint.tokenizer import read_end_ids, read_tokenizer
 from mars_platform.data.conversations import Conversation
 from mars_platform.data.files import find_files, parse_row, read_rows
 from mars_platform.data.prompt_encoding import Encoded, PromptEncoder
-from mars_platform.data.rendering import render_turns
+from mars_platform.data.rendering import RenderedTurns, render_turns
 from mars_platform.errors import UserError, one_line
 from mars_train.data.row_report import RowCounts, refuse_bad_data, refuse_few_rows
 from mars_train.recipe import DataSettings, Recipe
@@ -36,6 +37,25 @@ _FIRST_ROWS = 200
 """Rows that are encoded before all others: a fraction of a second's work."""
 
 
+@dataclass(frozen=True)
+class TrainingEncoder:
+    """Encodes conversations as serving does."""
+
+    prompts: PromptEncoder
+    """Encoder in which control tokens in the data are text, but for tags in answers."""
+    end_ids: frozenset[int]
+    """Ids at which serving ends an output."""
+    ends: frozenset[str]
+    """Their texts."""
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, end_ids: frozenset[int]) -> Self:
+        """Return the encoder of a checkpoint's tokenizer and end tokens."""
+        texts = {tokenizer.backend_tokenizer.id_to_token(token) for token in end_ids}
+        prompts = PromptEncoder(tokenizer, end_ids, answers_have_tags=True)
+        return cls(prompts, end_ids, frozenset(texts - {None}))
+
+
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a tokenizer that cannot encode conversations.
 
@@ -48,9 +68,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def check_first_rows(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocabulary_size: int
-) -> None:
+def check_first_rows(recipe: Recipe, encoder: TrainingEncoder, vocabulary_size: int) -> None:
     """Refuse data whose first rows show already that it is unusable; reading all of it takes long.
 
     Raises:
@@ -58,7 +76,7 @@ def check_first_rows(
             see `check_vocabulary` as well.
     """
     data, counts, dropped = recipe.data, RowCounts(), list[str]()
-    encoder, files = training_encoder(tokenizer), find_files(data.train)
+    files = find_files(data.train)
     rows = ((file, *row) for file in files for row in read_rows(file, data.columns))
     first = list(islice(rows, _FIRST_ROWS + 1))
     for file, line, content in first[:_FIRST_ROWS]:
@@ -94,17 +112,8 @@ def check_vocabulary(max_token_id: int, vocabulary_size: int) -> None:
         )
 
 
-def training_encoder(tokenizer: PreTrainedTokenizerBase) -> PromptEncoder:
-    """Return an encoder in which control tokens in the data are text.
-
-    Tags that the tokenizer does not call special, such as ``<think>``, stay tokens: the data may
-    hold those that a model is to write.
-    """
-    return PromptEncoder(tokenizer, with_tags=False)
-
-
 def encode_conversation(
-    encoder: PromptEncoder,
+    encoder: TrainingEncoder,
     conversation: Conversation,
     loss_on: Literal["last", "all"],
     max_length: int,
@@ -139,12 +148,13 @@ def encode_rows(rows: pa.Table, tokenizer_path: str, settings: DataSettings) -> 
 
 
 @lru_cache(maxsize=1)
-def _encoder(path: str) -> PromptEncoder:
-    return training_encoder(read_tokenizer(path))
+def _encoder(path: str) -> TrainingEncoder:
+    tokenizer = read_tokenizer(path)
+    return TrainingEncoder.of(tokenizer, read_end_ids(path, tokenizer))
 
 
 def _encode_row(
-    row: dict[str, Any], encoder: PromptEncoder, settings: DataSettings
+    row: dict[str, Any], encoder: TrainingEncoder, settings: DataSettings
 ) -> list[dict[str, Any]]:
     """Return the columns of the encoded rows that a row gives, at least one.
 
@@ -164,18 +174,20 @@ def _encode_row(
 
 
 def _examples(
-    encoder: PromptEncoder,
+    encoder: TrainingEncoder,
     conversation: Conversation,
     loss_on: Literal["last", "all"],
     max_length: int,
 ) -> list[dict[str, Any]]:
     """Return the columns of a conversation's encoded rows; a dropped one comes alone."""
     messages = [turn.as_message() for turn in conversation.messages]
-    shield = encoder.shield_for(messages, conversation.tools, conversation.chat_template_kwargs)
-    found = [
-        _label(*_tokens(encoder, text, spans, is_sealed=shield is not None), spans, max_length)
-        for text, spans in render_turns(encoder.tokenizer, conversation, loss_on, shield=shield)
-    ]
+    shield = encoder.prompts.shield_for(
+        messages, conversation.tools, conversation.chat_template_kwargs
+    )
+    rendered = render_turns(
+        encoder.prompts.tokenizer, conversation, loss_on, encoder.ends, shield=shield
+    )
+    found = [_label(encoder, each, shield is not None, max_length) for each in rendered]
     kept = [each for each in found if each["status"] != "dropped"]
     if kept and len(kept) < len(found):  # later turns have longer prompts
         kept[-1] |= {"status": "truncated", "reason": found[-1]["reason"]}
@@ -183,7 +195,7 @@ def _examples(
 
 
 def _tokens(
-    encoder: PromptEncoder, text: str, spans: list[tuple[int, int]], *, is_sealed: bool
+    prompts: PromptEncoder, rendered: RenderedTurns, is_sealed: bool
 ) -> tuple[list[int], list[tuple[int, int]]]:
     """Return the token ids of a rendered text, and the range of characters of each.
 
@@ -191,11 +203,13 @@ def _tokens(
     """
 
     def encode(part: str) -> Encoded:
-        return encoder.sealed(part) if is_sealed else encoder.plain(part, add_special_tokens=False)
+        return prompts.sealed(part) if is_sealed else prompts.plain(part, add_special_tokens=False)
 
+    text = rendered.text
     whole = encode(text)
     starts, ends = np.array(whole.spans, dtype=np.int64).reshape(-1, 2).T
-    cuts = [place for place, _ in spans if ((starts < place) & (place < ends)).any()]
+    places = [turn.start for turn in rendered.turns]
+    cuts = [place for place in places if ((starts < place) & (place < ends)).any()]
     if not cuts:
         return whole.ids, whole.spans
     ids, offsets = list[int](), list[tuple[int, int]]()
@@ -207,12 +221,13 @@ def _tokens(
 
 
 def _label(
-    ids: list[int], offsets: list[tuple[int, int]], spans: list[tuple[int, int]], max_length: int
+    encoder: TrainingEncoder, rendered: RenderedTurns, is_sealed: bool, max_length: int
 ) -> dict[str, Any]:
     """Return the columns of an encoded row; tokens that start inside a span are supervised."""
+    ids, offsets = _tokens(encoder.prompts, rendered, is_sealed)
     starts = np.array([start for start, _ in offsets[:max_length]], dtype=np.int64)
     supervised = np.zeros(len(starts), bool)
-    for begin, end in spans:
+    for begin, end in (span for turn in rendered.turns for span in turn.spans):
         supervised |= (starts >= begin) & (starts < end)
     cut = len(ids) > max_length
     if not supervised[1:].any():  # the first token has no predecessor to predict it

@@ -12,7 +12,7 @@ from mars_platform.checkpoint.files import settle
 from mars_platform.cli.report import say
 from mars_platform.data.files import read_conversations
 from mars_platform.errors import UserError
-from mars_train.data.encoding import check_first_rows, check_tokenizer
+from mars_train.data.encoding import TrainingEncoder, check_first_rows, check_tokenizer
 from mars_train.run.run_directory import RunDirectory
 from mars_train.run.scratch import create_model
 from mars_train.stage.held_out import HeldOutSet, read_held_out
@@ -43,7 +43,8 @@ def prepare_start(directory: RunDirectory, base: Path | None, console: Console) 
         recipe.data.check_context(checkpoint.max_length)
         check_tokenizer(checkpoint.tokenizer)
         if not directory.data.exists():
-            check_first_rows(recipe, checkpoint.tokenizer, checkpoint.vocabulary_size)
+            encoder = TrainingEncoder.of(checkpoint.tokenizer, checkpoint.special.eos)
+            check_first_rows(recipe, encoder, checkpoint.vocabulary_size)
         held_out = None
         if recipe.evaluation is not None:
             held_out = read_held_out(recipe.evaluation, recipe.data, checkpoint)

@@ -26,7 +26,7 @@ from mars_serve.measure.evaluation.decoding import (
 )
 from mars_serve.measure.evaluation.items import EvalItem, read_items
 from mars_serve.measure.evaluation.scoring import score
-from mars_train.data.encoding import encode_conversation, training_encoder
+from mars_train.data.encoding import TrainingEncoder, encode_conversation
 from mars_train.method.layout import collate, lay_out, pack
 from mars_train.method.objective import Objective
 from mars_train.recipe import DataSettings, EvaluationSettings
@@ -63,7 +63,7 @@ def read_held_out(
         max_items=settings.max_items,
         columns=data.columns,
     )
-    encoder = training_encoder(checkpoint.tokenizer)
+    encoder = TrainingEncoder.of(checkpoint.tokenizer, checkpoint.special.eos)
     rows = [
         row
         for _, conversation, _ in islice(
