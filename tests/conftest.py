@@ -145,6 +145,7 @@ def _train(work: Path) -> None:
             f"data.train=[{work / 'data' / 'train.jsonl'}]",
             f"evaluation.data=[{work / 'data' / 'eval.jsonl'}]",
             f"output={work / 'out'}",
+            "tracking.to=[tensorboard]",
         ],
     )
     with (work / "printed.txt").open("w") as handle:

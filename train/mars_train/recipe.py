@@ -353,12 +353,26 @@ class EvaluationSettings(Settings):
         return data
 
 
+class TrackingSettings(Settings):
+    """Experiment trackers that get the losses and scores of a run."""
+
+    to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(min_length=1)
+    """Trackers, each of which has to be installed; tensorboard's files are in output/tracking."""
+    project: str = Field(default="marsray", min_length=1)
+    """Project at wandb and trackio, experiment at mlflow."""
+    run: str | None = Field(default=None, min_length=1)
+    """Name of the run; by default that of the output directory."""
+    tags: tuple[str, ...] = ()
+    """Tags of the run at wandb and mlflow."""
+
+
 _MAY_CHANGE: dict[str, Any] = {
     "output": True,
     "cluster": True,
     "scaling": True,
     "checkpoints": True,
     "max_nonfinite_steps": True,
+    "tracking": True,
 }
 """Settings that do not change the trained model."""
 
@@ -373,6 +387,8 @@ class Recipe(Settings):
     """Directory for the run's results. An unfinished run of the same recipe in it is resumed."""
     evaluation: EvaluationSettings | None = None
     """Scoring on a held-out set; null for none."""
+    tracking: TrackingSettings | None = None
+    """Experiment trackers; null for none."""
     checkpoints: CheckpointSettings = CheckpointSettings()
     scaling: Scaling = Scaling()
     cluster: ClusterSettings = ClusterSettings()

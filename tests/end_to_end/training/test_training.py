@@ -58,8 +58,16 @@ def test_the_run_leaves_its_curves_and_no_temporary_files(trained):
     assert (trained.output / "curves.png").read_bytes().startswith(b"\x89PNG")
     left = {item.name for item in trained.output.iterdir()}
     assert left == {
-        *("model", "stages", "data", "report.jsonl", "recipe.yaml", "curves.png", ".lock")
+        *("model", "stages", "data", "report.jsonl", "recipe.yaml", "curves.png", ".lock"),
+        *("tracking", "tracking.json"),
     }
+
+
+def test_trackers_get_every_step_and_score(trained):
+    state = json.loads((trained.output / "tracking.json").read_text())
+    steps = {"ar/loss": 120, "ar/eval/accuracy_1": 120, "mars/loss": 180}
+    assert steps.items() <= state["sent"].items()
+    assert len(list((trained.output / "tracking" / "out").iterdir())) == 1
 
 
 def test_every_step_and_score_is_in_the_history(trained):

@@ -4,6 +4,7 @@ Whatever is refused here would be refused as well later on, by a worker at the l
 Ray or torch.
 """
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from mars_platform.checkpoint.inspection import Inspection, inspect_model
@@ -27,6 +28,7 @@ def check_before_start(directory: RunDirectory) -> Path | None:
     """
     recipe = directory.recipe
     directory.is_resumed()  # refuses a directory with other content
+    _check_trackers(recipe)
     base = None if recipe.model.base is None else _check_model(recipe.model.base, recipe)
     if directory.data.exists():
         TokenStore(directory.data)  # opening it refuses a damaged one
@@ -39,6 +41,13 @@ def check_before_start(directory: RunDirectory) -> Path | None:
         storage.check()
         refuse_other_runs(storage, recipe)
     return base
+
+
+def _check_trackers(recipe: Recipe) -> None:
+    modules = {"tensorboard": "tensorboardX"}  # which Ray Train brings
+    for name in recipe.tracking.to if recipe.tracking is not None else ():
+        if find_spec(modules.get(name, name)) is None:
+            raise UserError(f"tracking.to: {name} is not installed; run pip install {name}")
 
 
 def _check_model(base: str, recipe: Recipe) -> Path:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from mars_platform.cli.progress import ProgressDisplay, progress_display, working
 from mars_platform.cli.report import say
-from mars_train.stage.progress import Progress, TerminalMessage
+from mars_train.stage.progress import Figures, Progress, TerminalMessage
 
 _POLL_S = 0.5
 
@@ -26,20 +26,26 @@ class NoticeBoard:
     def __init__(self) -> None:
         self._progress: Progress | None = None
         self._messages: list[TerminalMessage] = []
+        self._figures: list[Figures] = []
         self._stop = False
 
     def post(self, progress: Progress) -> None:
         """Replace the progress that is shown."""
         self._progress = progress
 
+    def add_figures(self, figures: list[Figures]) -> None:
+        """Add figures of steps."""
+        self._figures += figures
+
     def say(self, message: TerminalMessage) -> None:
         """Add a message."""
         self._messages.append(message)
 
-    def read(self) -> tuple[Progress | None, list[TerminalMessage]]:
-        """Return the newest progress, None before the first step, and the unread messages."""
+    def read(self) -> tuple[Progress | None, list[TerminalMessage], list[Figures]]:
+        """Return the newest progress, None before the first step, and what was not read yet."""
         messages, self._messages = self._messages, []
-        return self._progress, messages
+        figures, self._figures = self._figures, []
+        return self._progress, messages, figures
 
     def request_stop(self) -> None:
         """Ask the workers to save a checkpoint and end."""
@@ -52,18 +58,22 @@ class NoticeBoard:
 
 @contextmanager
 def shown_progress(
-    console: Console, stop_wanted: Callable[[], bool], to_come: float
+    console: Console,
+    stop_wanted: Callable[[], bool],
+    to_come: float,
+    send: Callable[[list[Figures]], None],
 ) -> Iterator[ActorHandle[Any]]:
     """Create a notice board and show its content on the console during the block.
 
     ``stop_wanted`` is called twice a second; once it returns True, the workers are asked to stop.
-    ``to_come`` is the work of the stages that follow, as a multiple of this one's.
+    ``to_come`` is the work of the stages that follow, as a multiple of this one's. ``send`` gets
+    the figures of all steps.
     """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     # Without affinity Ray may place an actor of no CPU on a node that leaves during the run.
     board = ray.remote(num_cpus=0, scheduling_strategy=here)(NoticeBoard).remote()
     ended = threading.Event()
-    reader = _BoardReader(board, console, stop_wanted, to_come, ended)
+    reader = _BoardReader(board, console, stop_wanted, to_come, send, ended)
     thread = threading.Thread(target=reader.run, name="progress")
     thread.start()
     try:
@@ -82,6 +92,7 @@ class _BoardReader:
     console: Console
     stop_wanted: Callable[[], bool]
     to_come: float
+    send: Callable[[list[Figures]], None]
     ended: threading.Event
     _stopping: bool = False
 
@@ -101,7 +112,8 @@ class _BoardReader:
             say(self.console, "stopping: the workers save a checkpoint first")
             ray.get(self.board.request_stop.remote())
         progress: Progress | None
-        progress, messages = ray.get(self.board.read.remote())
+        progress, messages, figures = ray.get(self.board.read.remote())
+        self.send(figures)
         for message in messages:
             say_news(self.console, message)
         if progress is not None and display is not None:

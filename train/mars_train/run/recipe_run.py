@@ -49,5 +49,7 @@ def _run(directory: RunDirectory, console: Console) -> None:
 
         start = prepare_start(directory, base, console)
         from mars_train.run.stages import train_stages
+        from mars_train.run.tracking import tracked
 
-        train_stages(directory, start, console)
+        with tracked(directory, console) as send:
+            train_stages(directory, start, console, send)

@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,9 +47,11 @@ from mars_train.run.generation import STORE, Generation
 from mars_train.run.notice_board import shown_progress
 from mars_train.run.preparation import Start
 from mars_train.run.run_directory import RunDirectory
+from mars_train.run.tracking import Send
 from mars_train.run.worker import StageResult, run_worker
 from mars_train.stage.held_out import HeldOutSet
 from mars_train.stage.job import StageJob
+from mars_train.stage.progress import Figures
 from mars_train.stage.responses import rows_to_answer
 from mars_train.stage.trainer import MODEL
 from mars_train.storage.directories import Storage, copy_into, share
@@ -61,10 +63,10 @@ _ENVIRONMENT = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
 are taken before it ends, and at a step with a score and a checkpoint the workers wait for one."""
 
 
-def train_stages(directory: RunDirectory, start: Start, console: Console) -> None:
+def train_stages(directory: RunDirectory, start: Start, console: Console, send: Send) -> None:
     """Prepare the data and train all stages that are not trained yet, from ``start`` on.
 
-    The directory is cleared if the run is refused.
+    The directory is cleared if the run is refused. ``send`` gets the figures of steps.
 
     Raises:
         UserError: the cluster, the data or a setting of a stage is unusable.
@@ -81,7 +83,7 @@ def train_stages(directory: RunDirectory, start: Start, console: Console) -> Non
         with directory.cleared_if_refused():
             _check_resources(recipe, console)
             _prepare_data(directory, start.checkpoint, console)
-        run = _Run(directory, storage, start.checkpoint.path, start.held_out, console)
+        run = _Run(directory, storage, start.checkpoint.path, start.held_out, console, send)
         for stage in recipe.stages:
             if isinstance(stage, GenerateStage):
                 run.generate(stage, terminated)
@@ -114,6 +116,7 @@ class _Run:
     """Checkpoint that the next stage begins with."""
     held_out: HeldOutSet | None
     console: Console
+    send: Send
 
     @property
     def recipe(self) -> Recipe:
@@ -173,7 +176,8 @@ class _Run:
             provenance=_provenance(self.recipe, stage),
             responses=self._shared_responses(stage),
         )
-        with shown_progress(self.console, terminated, self._to_come(stage)) as board:
+        to_come, send = self._to_come(stage), self._sender(stage)
+        with shown_progress(self.console, terminated, to_come, send) as board:
             trainer = TorchTrainer(
                 run_worker,
                 train_loop_config={"job": job, "board": board},
@@ -183,6 +187,22 @@ class _Run:
             result = _fitted(trainer, stage)
         assert isinstance(result.return_value, StageResult)
         return result.return_value
+
+    def _sender(self, stage: TrainedStage) -> Send:
+        """Return what sends figures of a stage under its name, with steps of the whole run."""
+        stages, rows = self.recipe.trained_stages, len(TokenStore(self.directory.data))
+        before = sum(num_steps(each, rows) for each in stages[: stages.index(stage)])
+        name = stage.name
+
+        def send(figures: Sequence[Figures]) -> None:
+            self.send(
+                [
+                    Figures(before + f.step, {f"{name}/{key}": v for key, v in f.values.items()})
+                    for f in figures
+                ]
+            )
+
+        return send
 
     def _to_come(self, stage: TrainedStage) -> float:
         return work_to_come(self.recipe, stage, len(TokenStore(self.directory.data)))

@@ -16,7 +16,7 @@ from mars_platform.errors import UserError
 from mars_train.recipe import Scaling
 from mars_train.stage.job import Notice, StageJob
 from mars_train.stage.parallel import Workers
-from mars_train.stage.progress import Progress, TerminalMessage
+from mars_train.stage.progress import Figures, Progress, TerminalMessage
 from mars_train.stage.trainer import StageTrainer
 from mars_train.storage.directories import fetch_shared
 
@@ -67,12 +67,16 @@ class _RayReporter:
         self._workers, self._board = workers, board
         self._last_post = self._last_notice = time.monotonic()
         self._saved_for_preemption = False
+        self._unposted: list[Figures] = []
 
     def progress(self, progress: Progress) -> None:
+        self._unposted.append(progress.figures)
         now, done = time.monotonic(), progress.step == progress.total_steps
-        if self._workers.rank == 0 and (done or now - self._last_post >= _POST_INTERVAL_S):
+        if done or now - self._last_post >= _POST_INTERVAL_S:
             self._last_post = now
-            self._board.post.remote(progress)
+            if self._workers.rank == 0:
+                self._board.post.remote(progress)
+            self._post_figures()
 
     def say(self, text: str, *, warning: bool = False) -> None:
         if self._workers.rank == 0:
@@ -93,4 +97,13 @@ class _RayReporter:
         return Notice(save=save, stop=any(self._workers.gather(stop)))
 
     def report(self, metrics: dict[str, Any]) -> None:
+        scores = {name: value for name, value in metrics.items() if name.startswith("eval/")}
+        if scores:
+            self._unposted.append(Figures(metrics["step"], scores))
+            self._post_figures()
         ray.train.report(metrics)
+
+    def _post_figures(self) -> None:
+        if self._workers.rank == 0:
+            self._board.add_figures.remote(self._unposted)
+        self._unposted = []

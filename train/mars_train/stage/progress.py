@@ -1,5 +1,7 @@
 """News of a stage for the terminal of the user who started it. Imports no Ray or torch."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 
@@ -16,6 +18,24 @@ class Progress:
     """Loss of the last step, in nats per supervised label."""
     tokens_per_s: float
     """Tokens of the conversations trained on per second, since the stage began or was resumed."""
+    learning_rate: float
+    gradient_norm: float
+    """Norm of the gradient before it was clipped."""
+
+    @property
+    def figures(self) -> Figures:
+        """The step's figures for trackers."""
+        names = ("loss", "learning_rate", "gradient_norm", "tokens_per_s")
+        return Figures(self.step, {name: getattr(self, name) for name in names})
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Figures of a step for trackers, by name."""
+
+    step: int
+    """Optimizer steps done."""
+    values: dict[str, float]
 
 
 @dataclass(frozen=True)

@@ -305,6 +305,8 @@ class StageTrainer:
                 total_steps=self.total_steps,
                 loss=record.loss,
                 tokens_per_s=self._num_tokens / (time.monotonic() - self._started_s),
+                learning_rate=record.learning_rate,
+                gradient_norm=record.gradient_norm,
             )
         )
 
