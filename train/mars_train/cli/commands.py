@@ -31,7 +31,7 @@ class DemoTask(StrEnum):
 
 @data.callback(invoke_without_command=True)
 def _data(context: typer.Context) -> None:
-    """Make data sets."""
+    """Make data sets, and check them before training."""
     show_help_without_command(context)
 
 
@@ -90,6 +90,44 @@ def data_demo(
         return
     text = f"{out}: {examples:,} training and {eval_examples:,} held-out conversations"
     say(Console(), text)
+
+
+@data.command("check")
+def data_check(
+    files: Annotated[
+        list[str] | None,
+        typer.Argument(help="Training data as in data.train; by default that of --recipe."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Model whose tokenizer counts; by default that of --recipe."),
+    ] = None,
+    recipe: Annotated[Path | None, typer.Option(help="Recipe, a YAML file.")] = None,
+    set_: Overrides = None,
+    show: Annotated[
+        int, typer.Option(min=0, help="Conversations to print, what is supervised in ⟦⟧.")
+    ] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a training run would make of its data, without starting one.
+
+    Without a recipe, conversations may be as long as the model's context: --set data.max_length=512
+    sets a limit. The exit status is 1 if a run would be refused.
+    """
+    from mars_platform.cli.progress import working
+    from mars_platform.cli.report import jsonable, say
+    from mars_train.cli.data_check import describe, read_plan
+    from mars_train.data.check import check_data
+
+    with working("reading the data"):
+        found = check_data(*read_plan(files or [], model, recipe, set_ or []), num_shown=show)
+    if as_json:
+        typer.echo(json.dumps(jsonable(found.figures())))
+    else:
+        for line in describe(found):
+            say(Console(), line)
+    if found.refusals:
+        raise typer.Exit(1)
 
 
 def train(

@@ -30,6 +30,7 @@ ENCODED_SCHEMA = pa.schema(
         ("supervised", pa.list_(pa.bool_())),
         ("status", pa.string()),  # used, truncated or dropped
         ("reason", pa.string()),  # null if used
+        ("length", pa.int64()),  # tokens before the cut; null if dropped
         ("shape", pa.string()),  # what the row was read as; null if dropped
     ]
 )
@@ -236,6 +237,7 @@ def _label(
     return {
         "input_ids": ids[:max_length],
         "supervised": supervised,
+        "length": len(ids),
         "status": "truncated" if cut else "used",
         "reason": f"{len(ids)} tokens, cut to data.max_length = {max_length}" if cut else None,
     }

@@ -52,10 +52,10 @@ class RowCounts:
         tokens = pc.list_flatten(usable["input_ids"])
         self.num_examples += usable.num_rows
         self.num_tokens += len(tokens)
-        self.num_supervised += pc.sum(pc.list_flatten(usable["supervised"])).as_py()
+        self.num_supervised += pc.sum(pc.list_flatten(usable["supervised"])).as_py() or 0
         self.num_truncated += pc.sum(pc.equal(usable["status"], "truncated")).as_py()
         self.shapes.update(shape for shape in usable["shape"].to_pylist() if shape is not None)
-        self.max_token_id = max(self.max_token_id, pc.max(tokens).as_py())
+        self.max_token_id = max(self.max_token_id, pc.max(tokens).as_py() or 0)
 
 
 class RowReport:

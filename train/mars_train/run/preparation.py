@@ -66,9 +66,11 @@ def _new_model(directory: RunDirectory, console: Console) -> Path:
     if path.exists():
         return path
     texts = (
-        message.content
+        text
         for conversation in read_conversations(recipe.data.train, columns=recipe.data.columns)
-        for message in conversation.messages
+        for turn in conversation.messages
+        for text in (turn.reasoning_content, turn.content)
+        if text
     )
     unfinished = path.with_name(".partial-start")
     shutil.rmtree(unfinished, ignore_errors=True)
