@@ -137,7 +137,7 @@ def test_existing_data_are_not_overwritten(tmp_path, refusal, capsys):
 
 def test_a_mistake_in_an_override_of_the_recipe_is_named(refusal, recipe):
     message = refusal("train", recipe, "--set", "data.max_len=9")
-    assert "data.max_len: unknown key; known keys: train, loss_on" in message
+    assert "data.max_len: unknown key; known keys: train, columns" in message
 
 
 def test_a_missing_base_model_leaves_no_output_directory(refusal, recipe, tmp_path):
