@@ -332,8 +332,20 @@ def test_an_adapter_learns_from_its_model_unless_told_otherwise():
     assert Recipe.model_validate(recipe.model_dump(mode="json")) == recipe
 
 
+def test_lora_has_a_rate_of_its_own_unless_told_otherwise():
+    found = Recipe.model_validate(content(stages=[LORA, AR, {**LORA, "name": "two"} | SLOW]))
+    assert [stage.learning_rate for stage in found.stages] == [2e-4, 5e-6, 1e-5]
+    assert found.stages[0].lora.merge
+    assert Recipe.model_validate(found.model_dump(mode="json")) == found
+
+
 AR = {"objective": "ar"}
 ADAPTED = {"objective": "mars", "adapter": {}}
+LORA = {"objective": "ar", "name": "lora", "lora": {}}
+SLOW = {"learning_rate": 1e-5}
+SEPARATE = {**LORA, "lora": {"merge": False}}
+FOUR_BITS = {**LORA, "lora": {"quantization": "nf4"}}
+SHARDED = {"use_gpu": True, "strategy": "fsdp2", "num_workers": 2}
 
 
 @pytest.mark.parametrize(
@@ -343,6 +355,11 @@ ADAPTED = {"objective": "mars", "adapter": {}}
         ({"model": scratch(), "stages": [ADAPTED]}, "stages.0.adapter: a new model has learned"),
         ({"stages": [ADAPTED | {"ar_weight": 1}]}, "stages.0: ar_weight: an adapter does not"),
         ({"stages": [ADAPTED], "compile": True}, "compile: layers with an adapter are not"),
+        ({"stages": [ADAPTED | {"lora": {}}]}, "stages.0: lora: a stage trains a LoRA adapter or"),
+        ({"stages": [SEPARATE, AR]}, "make it the last stage, or set merge"),
+        ({"model": scratch(), "stages": [LORA]}, "stages.0.lora: a new model has learned"),
+        ({"stages": [FOUR_BITS]}, "stages.0.lora.quantization: weights of 4 bits are trained"),
+        ({"stages": [FOUR_BITS], "scaling": SHARDED}, "quantization: fsdp2 does not shard"),
         ({"stages": stages(adapter={"rank": 0})}, "stages.0.adapter.rank: "),
         ({"stages": stages(adapter={"applies_to": "all"})}, "stages.0.adapter.applies_to: "),
         ({"stages": stages(adapter={"target_modules": []})}, "stages.0.adapter.target_modules: "),

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from mars_platform.checkpoint.adapter.settings import AdapterSettings
+from mars_platform.checkpoint.adapter.settings import AdapterSettings, LoraSettings
 from mars_platform.cluster.settings import ClusterSettings
 from mars_platform.config import Settings
 from mars_platform.data.shapes import Column
@@ -22,7 +22,7 @@ _OF_TOKENIZER = {"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"}
 _OTHER_CONTENT = {"data", "ray", "start"}
 """Names beside those of the stages in a run's directories; ``start-NAME`` is another."""
 _OF_ADAPTERS = {"ar_weight": 0.0, "distillation": {"weight": 1.0}, "learning_rate": 2e-4}
-"""Defaults of a stage that trains an adapter: its teacher is the model that it belongs to."""
+"""Defaults of a stage that trains a draft adapter: its teacher is the model that it belongs to."""
 _MOST_TOKENS = 64
 """Largest block."""
 
@@ -120,7 +120,7 @@ class _TrainedStage(_NamedStage):
     micro_batch_size: int = Field(default=48, ge=1)
     """Conversations that a worker processes at once; gradients are accumulated over its share."""
     learning_rate: float = Field(default=5e-6, gt=0)
-    """Peak learning rate of the cosine schedule; for an adapter, 2e-4 by default."""
+    """Peak learning rate of the cosine schedule; with ``adapter`` or ``lora``, 2e-4 by default."""
     warmup_ratio: float = Field(default=0.03, ge=0, lt=1)
     """Share of the steps during which the learning rate rises."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -129,6 +129,16 @@ class _TrainedStage(_NamedStage):
     """Gradients are clipped to this norm."""
     row_slots: int = Field(default=1024, ge=16)
     """Most slots of a packed row, clean and noisy tokens together."""
+    lora: LoraSettings | None = None
+    """Weights to train beside the model's own, which act at all positions (LoRA); null to train the
+    model itself."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_lora(cls, content: Any) -> Any:
+        if not isinstance(content, dict) or content.get("lora") is None:
+            return content
+        return {"learning_rate": _OF_ADAPTERS["learning_rate"], **content}
 
 
 class ArStage(_TrainedStage):
@@ -189,8 +199,8 @@ class MarsStage(_TrainedStage):
     """Name of an earlier stage of objective generate, whose responses take the noisy loss; the AR
     loss stays on the training data. Null for the training data in both."""
     adapter: AdapterSettings | None = None
-    """Weights to train beside the model's own, which act at masks only; null to train the model
-    itself."""
+    """Weights to train beside the model's own, which act at masks only (a draft adapter); null to
+    train the model itself."""
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
@@ -206,6 +216,11 @@ class MarsStage(_TrainedStage):
 
     @model_validator(mode="after")
     def _adapter_leaves_the_ar_loss(self) -> MarsStage:
+        if self.adapter is not None and self.lora is not None:
+            raise ValueError(
+                "lora: a stage trains a LoRA adapter or a draft adapter (adapter); leave one out, "
+                "or train the draft adapter in a stage behind this one"
+            )
         if self.adapter is not None and self.ar_weight:
             raise ValueError(
                 "ar_weight: an adapter does not change the AR loss; leave the weight out"
@@ -439,22 +454,41 @@ class Recipe(Settings):
     @model_validator(mode="after")
     def _adapter_has_its_model(self) -> Recipe:
         for index, stage in enumerate(self.stages):
-            if not isinstance(stage, MarsStage) or stage.adapter is None:
+            if isinstance(stage, GenerateStage):
                 continue
-            key = f"stages.{index}.adapter"
-            if index + 1 < len(self.stages):
+            draft = stage.adapter if isinstance(stage, MarsStage) else None
+            if draft is None and stage.lora is None:
+                continue
+            key = f"stages.{index}.{'lora' if draft is None else 'adapter'}"
+            is_whole = stage.lora is not None and stage.lora.merge
+            if index + 1 < len(self.stages) and not is_whole:
                 raise ValueError(
                     f"{key}: the next stage would train the model that the adapter belongs to; "
-                    "make it the last stage"
+                    f"make it the last stage{', or set merge' if stage.lora else ''}"
                 )
             if self.model.scratch is not None and index == 0:
                 raise ValueError(
-                    f"{key}: a new model has learned nothing that masks could predict; put a stage "
-                    "of objective ar before it, or give a trained model as model.base"
+                    f"{key}: a new model has learned nothing that an adapter could start from; put "
+                    "a stage of objective ar before it, or give a trained model as model.base"
                 )
             if self.compile:
                 raise ValueError("compile: layers with an adapter are not compiled; leave it out")
+            self._check_quantization(f"{key}.quantization", stage)
         return self
+
+    def _check_quantization(self, key: str, stage: TrainedStage) -> None:
+        if stage.lora is None or stage.lora.quantization is None:
+            return
+        if not self.scaling.use_gpu:
+            raise ValueError(
+                f"{key}: weights of 4 bits are trained beside on GPUs only; set scaling.use_gpu, "
+                "or leave it out"
+            )
+        if self.scaling.strategy != "ddp":
+            raise ValueError(
+                f"{key}: fsdp2 does not shard weights of 4 bits; set scaling.strategy to ddp, or "
+                "leave it out"
+            )
 
     @model_validator(mode="after")
     def _responses_are_written_before(self) -> Recipe:

@@ -6,6 +6,7 @@ or HTTP library.
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
     AutoConfig,
@@ -45,6 +46,7 @@ from mars_platform.mixing.head import per_layer_embedding, text_prefixes
 
 if TYPE_CHECKING:  # importing transformers' models takes seconds; a server's ingress loads none
     from transformers import PreTrainedModel
+    from transformers.utils.quantization_config import QuantizationConfigMixin
 
 
 @dataclass(frozen=True)
@@ -147,11 +149,16 @@ def loader_of(config: PreTrainedConfig) -> Any:
 
 
 def load_model(
-    path: Path, *, dtype: torch.dtype = torch.float32, headers_only: bool = False
+    path: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    headers_only: bool = False,
+    quantization: QuantizationConfigMixin | None = None,
 ) -> PreTrainedModel:
     """Load the weights of a checkpoint directory as ``dtype`` on the CPU, in evaluation mode.
 
-    With ``headers_only`` no number is read: the model is on the device "meta".
+    With ``headers_only`` no number is read: the model is on the device "meta". ``quantization``
+    says to what layers' weights are quantized.
 
     Raises:
         UserError: the weights are missing, incomplete, damaged, or not safetensors.
@@ -161,6 +168,8 @@ def load_model(
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         loader, source = loader_of(config), dict[str, Any]()
+        if quantization is not None:
+            source["quantization_config"] = quantization
         name: Path | None = path
         if headers_only:
             with torch.device("meta"):  # a family's own class takes tensors in place of a path
@@ -185,6 +194,20 @@ def load_model(
         )
     loaded: PreTrainedModel = model
     return loaded.eval()
+
+
+def unread_weights(path: Path, model: PreTrainedModel) -> list[str]:
+    """Return the weights in a checkpoint's files that its family leaves unread, sorted.
+
+    Those are layers that draft several tokens at once (MTP), for the most part.
+    """
+    patterns = model._keys_to_ignore_on_load_unexpected or []
+    names = set[str]()
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, framework="numpy") as tensors:
+            names |= set(tensors.keys())
+    unread = {name for name in names if any(re.search(each, name) for each in patterns)}
+    return sorted(name for name in unread if not name.endswith("inv_freq"))  # is computed anew
 
 
 def save_checkpoint(

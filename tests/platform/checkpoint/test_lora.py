@@ -143,7 +143,7 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         (lambda all_: {k: all_[k] for k in all_ if k != Q}, "it lacks model.layers.0.self_attn.q"),
         (
             lambda all_: {k: all_[k] for k in all_ if "up_" not in k},
-            "no weights for model.layers.0.mlp.up_",
+            "it holds no weights for model.layers.",
         ),
         (lambda all_: all_ | {Q: all_[Q][1:]}, "lora_A has the shape (3, 32), and rank and model"),
         (lambda all_: all_ | {Q: all_[Q] * torch.nan}, "lora_A holds other numbers than finite"),

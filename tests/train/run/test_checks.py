@@ -152,6 +152,15 @@ def test_an_adapter_of_layers_that_the_model_has_not_is_refused(content):
         )
     content["stages"][1]["adapter"] = {"target_modules": ["q_proj"]}
     check(content)
+    content["stages"][0]["lora"] = {"target_modules": ["lm_head"]}
+    assert refusal(content).startswith("stages.0.lora.target_modules: ")
+
+
+def test_weights_of_4_bits_without_their_library_are_refused(content, monkeypatch):
+    monkeypatch.setattr("mars_train.run.checks.find_spec", lambda name: None)
+    content["stages"][0]["lora"] = {"quantization": "nf4"}
+    content["scaling"] = {"use_gpu": True}
+    assert "nf4 needs bitsandbytes; install marsray[qlora] on every node" in refusal(content)
 
 
 @pytest.mark.parametrize("setting", ["data.train", "evaluation.data"])

@@ -11,7 +11,7 @@ from mars_platform.checkpoint.inspection import Inspection, inspect_model
 from mars_platform.data.files import find_files
 from mars_platform.errors import UserError
 from mars_train.data.token_store import TokenStore
-from mars_train.recipe import MarsStage, Recipe
+from mars_train.recipe import ArStage, MarsStage, Recipe
 from mars_train.run.run_directory import RunDirectory
 from mars_train.stage.stored_state import refuse_other_runs
 from mars_train.storage.directories import Storage
@@ -29,6 +29,7 @@ def check_before_start(directory: RunDirectory) -> Path | None:
     recipe = directory.recipe
     directory.is_resumed()  # refuses a directory with other content
     _check_trackers(recipe)
+    _check_quantization(recipe)
     base = None if recipe.model.base is None else _check_model(recipe.model.base, recipe)
     if directory.data.exists():
         TokenStore(directory.data)  # opening it refuses a damaged one
@@ -73,11 +74,23 @@ def _check_mask_row(found: Inspection) -> None:
 def _check_target_modules(found: Inspection, recipe: Recipe) -> None:
     """Refuse an adapter of layers that the model does not have; no earlier stage adds any."""
     for index, stage in enumerate(recipe.stages):
-        adapter = stage.adapter if isinstance(stage, MarsStage) else None
-        wanted = set(adapter.target_modules or ()) if adapter is not None else set()
-        unknown = sorted(wanted - found.layers) if found.layers else []
-        if unknown:
+        for key in ("adapter", "lora"):
+            settings = getattr(stage, key, None)
+            wanted = set(settings.target_modules or ()) if settings is not None else set()
+            unknown = sorted(wanted - found.layers) if found.layers else []
+            if unknown:
+                raise UserError(
+                    f"stages.{index}.{key}.target_modules: {found.path} has no layer called "
+                    f"{unknown[0]!r}; it has {', '.join(sorted(found.layers))}"
+                )
+
+
+def _check_quantization(recipe: Recipe) -> None:
+    """Refuse weights of 4 bits without the library that multiplies by them."""
+    for index, stage in enumerate(recipe.stages):
+        lora = stage.lora if isinstance(stage, ArStage | MarsStage) else None
+        if lora is not None and lora.quantization and find_spec("bitsandbytes") is None:
             raise UserError(
-                f"stages.{index}.adapter.target_modules: {found.path} has no layer called "
-                f"{unknown[0]!r}; it has {', '.join(sorted(found.layers))}"
+                f"stages.{index}.lora.quantization: {lora.quantization} needs bitsandbytes; "
+                "install marsray[qlora] on every node, or leave it out"
             )

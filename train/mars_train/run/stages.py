@@ -249,7 +249,8 @@ class _Run:
         settle(partial_target, target)
         self.storage.remove(stage.name)
         self._plot()
-        if isinstance(stage, MarsStage) and stage.adapter is not None:
+        is_draft = isinstance(stage, MarsStage) and stage.adapter is not None
+        if is_draft or (stage.lora is not None and not stage.lora.merge):
             base = self._base(stage)
             say(self.console, f"stage {stage.name}: adapter in {target}, for the model {base}")
             return

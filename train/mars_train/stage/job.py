@@ -48,7 +48,7 @@ class StageJob:
 
     @property
     def adapter(self) -> AdapterSettings | None:
-        """Settings of the adapter that is trained; None if the model itself is."""
+        """Settings of the draft adapter that is trained; None if there is none."""
         return self.stage.adapter if isinstance(self.stage, MarsStage) else None
 
     @property

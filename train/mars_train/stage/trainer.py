@@ -15,10 +15,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate.utils import set_seed
+from peft import LoraConfig
+from torch import Tensor
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
-from mars_platform.checkpoint.adapter.files import save_adapter
+from mars_platform.checkpoint.adapter.files import identify_base, save_adapter
 from mars_platform.checkpoint.adapter.layers import attach_adapter
+from mars_platform.checkpoint.adapter.lora import LoraWeights, merge_lora
+from mars_platform.checkpoint.adapter.settings import AdapterMetadata
 from mars_platform.checkpoint.directory import (
     Checkpoint,
     add_mask_token,
@@ -26,6 +30,7 @@ from mars_platform.checkpoint.directory import (
     loader_of,
     read_checkpoint,
     save_checkpoint,
+    unread_weights,
 )
 from mars_platform.checkpoint.metadata import MarsMetadata
 from mars_platform.checkpoint.number_type import is_bfloat16_slow
@@ -44,6 +49,14 @@ from mars_train.stage.checkpoints import Checkpoints, TrainingState
 from mars_train.stage.held_out import describe, score_held_out, warnings_of
 from mars_train.stage.history import HISTORY_FILE, StepRecord, TrainingHistory
 from mars_train.stage.job import HostConnection, Notice, StageJob
+from mars_train.stage.lora import (
+    add_lora,
+    lora_weights,
+    own_weights,
+    quantization_of,
+    round_merged,
+    save_lora,
+)
 from mars_train.stage.parallel import Workers, whole_weights
 from mars_train.stage.progress import Progress
 from mars_train.storage.directories import SaveFailed, Storage
@@ -69,6 +82,7 @@ class StageTrainer:
         data = TokenStore(Path(job.data))
         self.total_steps = num_steps(job.stage, len(data))
         self.model, self.checkpoint = self._load_start()
+        self.lora = self._add_lora()
         probe = self._probe()
         attention = choose_attention(
             recipe.attention, self.model.config, probe.specs, workers.device
@@ -98,9 +112,14 @@ class StageTrainer:
     def _mask_token_id(self) -> int:
         return self.checkpoint.metadata.mask_token_id if self.checkpoint.metadata else 0
 
+    @property
+    def _is_first(self) -> bool:
+        return bool(self.workers.rank == 0)
+
     def run(self) -> bool:
         """Train to the end and store the model; return False if a notice stopped the run."""
         warn_of_slow_bfloat16(self.workers, self.reporter)
+        self._warn_of_unread_weights()
         self.checkpoints.load_newest(self.state)
         self._settle_buckets()
         self._score_if_due()
@@ -124,7 +143,8 @@ class StageTrainer:
         """Load the start model, and add a mask token if the stage needs one."""
         job = self.job
         checkpoint = read_checkpoint(job.start)
-        model = load_model(Path(job.start))
+        quantization = quantization_of(job.stage.lora, job.recipe.precision)
+        model = load_model(Path(job.start), quantization=quantization)
         trained = text_prefixes(model)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name.startswith(trained))
@@ -148,6 +168,13 @@ class StageTrainer:
         if job.recipe.gradient_checkpointing:
             _checkpoint_activations(model)
         return model, checkpoint
+
+    def _add_lora(self) -> LoraConfig | None:
+        settings = self.job.stage.lora
+        if settings is None:
+            return None
+        mask_id = self._mask_token_id if self.checkpoint.metadata else None
+        return add_lora(self.model, settings, mask_id)
 
     def _probe(self) -> Probe:
         """Look what the model's layers ask for, on the device where it will be trained."""
@@ -213,6 +240,19 @@ class StageTrainer:
         num_warmup = math.ceil(stage.warmup_ratio * self.total_steps)
         schedule = get_cosine_schedule_with_warmup(optimizer, num_warmup, self.total_steps)
         return TrainingState(self.model, optimizer, schedule, TrainingHistory())
+
+    def _warn_of_unread_weights(self) -> None:
+        """Say what the trained model will lack, from the first worker."""
+        lora = self.job.stage.lora
+        if not self._is_first or self.job.adapter is not None or (lora and not lora.merge):
+            return
+        if names := unread_weights(self.checkpoint.path, self.model):
+            self.reporter.say(
+                f"model: transformers does not load {len(names)} weights of {self.job.base}, such "
+                f"as {names[0]}; the trained model is stored without them, so that no server can "
+                "draft by them (MTP)",
+                warning=True,
+            )
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -333,10 +373,22 @@ class StageTrainer:
         self.reporter.report({"step": self.step, **score.metrics()})
 
     def _whole_model(self, *, keep: bool) -> PreTrainedModel | None:
-        """Copy the model with its current weights, for decoding or export; None unless ``keep``."""
-        weights = whole_weights(self.model, keep=keep)
+        """Copy the model with its current weights, for decoding or export; None unless ``keep``.
+
+        A LoRA adapter is merged into the copy's weights.
+        """
+        weights, lora = whole_weights(self.model, keep=keep), self.job.stage.lora
         if not keep:
             return None
+        if lora is not None and lora.quantization:
+            copy = self._unquantized_start()
+        else:
+            copy = self._copy(weights if lora is None else own_weights(weights))
+        if lora is not None:
+            merge_lora(copy, lora_weights(weights, lora), self._mask_token_id)
+        return copy.to(self.workers.device).eval()
+
+    def _copy(self, weights: dict[str, Tensor]) -> PreTrainedModel:
         config = type(self.model.config).from_dict(self.model.config.to_dict())
         copy = loader_of(config).from_config(config, trust_remote_code=False)
         if adapter := self.checkpoint.adapter:
@@ -346,24 +398,31 @@ class StageTrainer:
         # transformers' own: names of tensors in files, which are to be written as they were read
         copy._weight_conversions = getattr(self.model, "_weight_conversions", None)
         assert isinstance(copy, PreTrainedModel)
-        return copy.to(self.workers.device).eval()
+        return copy
+
+    def _unquantized_start(self) -> PreTrainedModel:
+        """Load the start model as it is stored, with the mask token of the stage, if it has any."""
+        model = load_model(Path(self.job.start))
+        if self.checkpoint.metadata is not None:
+            add_mask_token(model, read_checkpoint(self.job.start).tokenizer)
+        return model
 
     def _store_model(self) -> None:
         """Store the trained model as a Hugging Face checkpoint, or its adapter alone."""
-        model = self._whole_model(keep=self.workers.rank == 0)
-        checkpoint, storage = self.checkpoint, Storage(self.job.storage)
+        lora, storage, is_first = self.job.stage.lora, Storage(self.job.storage), self._is_first
+        model = weights = None
+        if lora is None or lora.merge:
+            model = self._whole_model(keep=is_first)
+        else:
+            weights = lora_weights(whole_weights(self.model, keep=is_first), lora)
 
         def write(directory: Path) -> None:
-            if model is None:
+            if not is_first:
                 return
-            if checkpoint.adapter is not None:
-                metadata = checkpoint.adapter.metadata
-                save_adapter(directory, model, checkpoint.tokenizer, metadata)
-            else:
-                save_checkpoint(
-                    *(directory, model, checkpoint.tokenizer, checkpoint.metadata),
-                    start=checkpoint.path,
-                )
+            if model is not None:
+                self._write_model(directory, model)
+            elif weights is not None:
+                self._write_lora(directory, weights)
             self.history.write(directory / HISTORY_FILE)
 
         if MODEL not in self.workers.gather(storage.names())[0]:
@@ -372,6 +431,30 @@ class StageTrainer:
             except SaveFailed as error:
                 raise UserError(f"checkpoints.storage: {error}; make room and run again") from error
         self.reporter.report({"step": self.step, "model": storage.path(MODEL)})
+
+    def _write_model(self, directory: Path, model: PreTrainedModel) -> None:
+        checkpoint = self.checkpoint
+        if checkpoint.adapter is not None:
+            metadata = checkpoint.adapter.metadata
+            save_adapter(directory, model, checkpoint.tokenizer, metadata)
+            return
+        if self.lora is not None:
+            round_merged(model, self.model, checkpoint.config.dtype or torch.float32)
+        save_checkpoint(
+            *(directory, model, checkpoint.tokenizer, checkpoint.metadata), start=checkpoint.path
+        )
+
+    def _write_lora(self, directory: Path, weights: LoraWeights) -> None:
+        checkpoint = self.checkpoint
+        assert self.lora is not None
+        metadata = None
+        if checkpoint.metadata is not None:
+            base = identify_base(checkpoint.path, checkpoint.tokenizer, self.job.base)
+            known = checkpoint.metadata.model_dump()
+            metadata = AdapterMetadata(**known, base=base, scope="all")
+        self.lora.base_model_name_or_path = self.job.base
+        save_lora(directory, self.model, weights, self.lora, metadata)
+        checkpoint.tokenizer.save_pretrained(directory)
 
 
 def _mask_loss(stage: TrainedStage) -> MaskLoss | None:

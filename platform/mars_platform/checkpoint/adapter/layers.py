@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mars_platform.checkpoint.adapter.settings import AdapterSettings
+from mars_platform.checkpoint.adapter.settings import AdapterSettings, LoraSettings
 from mars_platform.errors import UserError
 from mars_platform.mixing.head import layers_of, per_layer_embedding
 from mars_platform.mixing.latent import EXPANSION, is_latent
@@ -134,8 +134,12 @@ def _without(mask_token_id: int, _module: nn.Module, args: tuple[Tensor]) -> tup
     return (args[0].masked_fill(args[0] == mask_token_id, 0),)
 
 
-def resolve_targets(model: PreTrainedModel, settings: AdapterSettings) -> list[str]:
+def resolve_targets(
+    model: PreTrainedModel, settings: AdapterSettings | LoraSettings, key: str = "adapter"
+) -> list[str]:
     """Return the names of the layers that an adapter changes, sorted.
+
+    ``key`` is the name of the settings in the recipe.
 
     Raises:
         UserError: the model has no linear layers, or none of some name in ``target_modules``.
@@ -143,13 +147,13 @@ def resolve_targets(model: PreTrainedModel, settings: AdapterSettings) -> list[s
     known = {name for _, name, _ in _linears(model)}
     if not known:
         raise UserError(
-            f"adapter: models of the family {model.config.model_type!r} have no linear layers that "
+            f"{key}: models of the family {model.config.model_type!r} have no linear layers that "
             "an adapter takes; leave it out, and train the whole model"
         )
     wanted = set(settings.target_modules or known)
     if unknown := sorted(wanted - known):
         raise UserError(
-            f"adapter.target_modules: the model has no linear layer called {unknown[0]!r} that an "
+            f"{key}.target_modules: the model has no linear layer called {unknown[0]!r} that an "
             f"adapter can change; it has {', '.join(sorted(known))}"
         )
     return sorted(wanted)
@@ -231,5 +235,8 @@ def _linears(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str, nn.Linear
     """
     for parent in layers_of(model).modules():
         for name, child in parent.named_children():
-            if type(child) is nn.Linear and not (name == EXPANSION and is_latent(parent)):
+            # bitsandbytes has a class of its own, and others mean something else
+            is_plain = type(child) is nn.Linear or type(child).__name__ == "Linear4bit"
+            is_absorbed = name == EXPANSION and is_latent(parent)
+            if isinstance(child, nn.Linear) and is_plain and not is_absorbed:
                 yield parent, name, child
