@@ -132,7 +132,8 @@ def _table_rows(handle: IO[bytes], columns: ColumnNames, *, is_parquet: bool) ->
     for batch in batches:
         for row in batch.to_pylist():
             # A value that JSON cannot hold, such as bytes, becomes a list, which makes the row bad.
-            yield json.dumps(_without_nulls(row), default=lambda _: []).encode()
+            kept = {name: _without_nulls(value) for name, value in row.items()}
+            yield json.dumps(kept, default=lambda _: []).encode()
 
 
 def _names_to_read(names: list[str], columns: ColumnNames) -> list[str]:
@@ -146,7 +147,7 @@ def _names_to_read(names: list[str], columns: ColumnNames) -> list[str]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Leave out what a row lacks: in a table, all structs of a column have all keys of any."""
+    """Leave out what a value lacks: in a table, all structs of a column have all keys of any."""
     if isinstance(value, dict):
         return {key: _without_nulls(each) for key, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value

@@ -34,7 +34,8 @@ def adapted(
     Few templates support the role developer, and some drop such a turn silently: it becomes system,
     the role's older name. A tool result gets the name of the function that was called. Mistral's
     templates demand ids of nine characters for tool calls. Arguments of calls are objects where
-    they can be, or JSON text if ``as_text``. Thinking has every name that a template may know.
+    they can be, or JSON text if ``as_text``. Thinking has every name that a template may know,
+    also where a content opens with it and the template would show it as text.
     """
     names = dict[str, str]()
     turns = list[dict[str, Any]]()
@@ -47,8 +48,7 @@ def adapted(
             turn["tool_calls"] = [_with_arguments(call, as_text=as_text) for call in calls]
         if name := names.get(turn.get("tool_call_id", "")):
             turn.setdefault("name", name)
-        if thinking := turn.get(_THINKING_NAMES[0]):
-            turn |= dict.fromkeys(_THINKING_NAMES, thinking)
+        turn = _with_thinking(turn, template)
         turns.append(_with_short_ids(turn) if _MISTRAL_CALLS in template else turn)
     return turns
 
@@ -78,6 +78,17 @@ def _words(template: str) -> list[tuple[str, str, str]]:
     """Return the kind and text of each word in a template's code, behind the text before it."""
     tokens = [each[1:] for each in _JINJA.lex(template) if each[1] != "whitespace"]
     return [(before, *word) for (_, before), word in pairwise([("", ""), *tokens])]
+
+
+def _with_thinking(turn: dict[str, Any], template: str) -> dict[str, Any]:
+    thinking = turn.get(_THINKING_NAMES[0])
+    if not thinking and turn["role"] == "assistant" and THINKING_END not in template:
+        before, begin, rest = turn["content"].partition(THINKING_BEGIN)
+        inside, end, content = rest.partition(THINKING_END)
+        if begin and end and not before.strip() and reads_thinking(template):
+            thinking = inside.strip("\n")
+            turn = {**turn, "content": content.lstrip("\n")}
+    return {**turn, **dict.fromkeys(_THINKING_NAMES, thinking)} if thinking else turn
 
 
 def _with_arguments(call: dict[str, Any], *, as_text: bool) -> dict[str, Any]:

@@ -58,6 +58,23 @@ def test_thinking_has_every_name_that_a_template_may_know():
 
 
 @pytest.mark.parametrize(
+    ("template", "content", "shown"),
+    [
+        ("{{ m.thinking }}", "<think>\nWet?\n</think>\n\nYes.", ("Wet?", "Yes.")),
+        ("{{ m.thinking }}", " <think>Wet?</think>Yes.", ("Wet?", "Yes.")),
+        ("{{ m.thinking }}", "<think></think>Yes.", (None, "Yes.")),
+        ("{{ m.thinking }}", "Wet?</think>Yes.", (None, "Wet?</think>Yes.")),
+        ("{{ m.thinking }}", "So <think>Wet?</think>Yes.", (None, "So <think>Wet?</think>Yes.")),
+        ("{{ m.thinking }}</think>", "<think>Wet?</think>", (None, "<think>Wet?</think>")),
+        ("{{ m.content }}", "<think>Wet?</think>", (None, "<think>Wet?</think>")),
+    ],
+)
+def test_thinking_in_a_content_is_told_to_templates_that_know_it_apart(template, content, shown):
+    [turn] = adapted([{"role": "assistant", "content": content}], template)
+    assert (turn.get("thinking"), turn["content"]) == shown
+
+
+@pytest.mark.parametrize(
     ("template", "is_read"),
     [
         ("{{ message.reasoning_content }}", True),

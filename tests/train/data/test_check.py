@@ -1,5 +1,7 @@
 import json
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from transformers import AutoConfig
@@ -122,3 +124,19 @@ def test_a_broken_file_ends_the_check(capsys, tmp_path):
     (tmp_path / "chat.parquet").write_bytes(b"PAR1 and then nothing")
     assert cli.run(["data", "check", str(tmp_path)]) == 2
     assert "chat.parquet cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_column_that_no_row_has_is_refused(capsys, tmp_path, kind):
+    row = {"chat": chat("Count", "one")["messages"], "tools": None}
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist([row]), tmp_path / "chat.parquet")
+    else:
+        write_lines(tmp_path / "chat.jsonl", "{", "[]", json.dumps(row))
+    names = ["data", "check", str(tmp_path), "--set", "data.max_bad_rows=2", "--set"]
+    assert cli.run([*names, "data.columns={messages: chat, tools: tools}"]) == 0
+    assert cli.run([*names, "data.columns={messages: chat, tools: functions}"]) == 2
+    problem = "data.columns.tools: none of the first rows has a column 'functions'; they have chat"
+    assert problem in capsys.readouterr().err
+    assert cli.run([*names, "data.columns={message: chat}"]) == 2
+    assert "data.columns.message" in capsys.readouterr().err

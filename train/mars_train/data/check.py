@@ -20,7 +20,13 @@ import pyarrow.compute as pc
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.data.files import find_files, parse_row, read_checked_rows, read_rows
 from mars_platform.errors import UserError, one_line
-from mars_train.data.encoding import ENCODED_SCHEMA, check_tokenizer, check_vocabulary, encode_rows
+from mars_train.data.encoding import (
+    ENCODED_SCHEMA,
+    check_columns,
+    check_tokenizer,
+    check_vocabulary,
+    encode_rows,
+)
 from mars_train.data.row_report import RowCounts, refuse_bad_data, refuse_few_rows
 from mars_train.recipe import DataSettings, EvaluationSettings, Recipe
 
@@ -88,6 +94,7 @@ def check_data(
     if checkpoint is not None:
         check_tokenizer(checkpoint.tokenizer)
     files = find_files(settings.train)
+    check_columns(settings, files)
     found = DataCheck(RowCounts(num_files=len(files)))
     for index, file in enumerate(files):
         for table in _tables(index, file, settings, checkpoint):

@@ -3,6 +3,8 @@
 Imports no Ray.
 """
 
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice, pairwise
@@ -69,6 +71,32 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
+def check_columns(data: DataSettings, files: Iterable[str]) -> None:
+    """Refuse names of columns that none of the first rows has.
+
+    Raises:
+        UserError: a name is unknown; the message lists those that are there.
+    """
+    if not data.columns:
+        return
+    rows = (content for file in files for _, content in read_rows(file, data.columns))
+    names = list(dict.fromkeys(name for row in islice(rows, _FIRST_ROWS) for name in _names(row)))
+    for column, name in data.columns.items():
+        if names and name not in names:
+            raise UserError(
+                f"data.columns.{column}: none of the first rows has a column {name!r}; they have "
+                f"{', '.join(names)}"
+            )
+
+
+def _names(content: bytes) -> Iterable[str]:
+    try:
+        row = json.loads(content)
+    except (ValueError, RecursionError):  # a bad row, which is counted with the others
+        return ()
+    return row if isinstance(row, dict) else ()
+
+
 def check_first_rows(recipe: Recipe, encoder: TrainingEncoder, vocabulary_size: int) -> None:
     """Refuse data whose first rows show already that it is unusable; reading all of it takes long.
 
@@ -78,6 +106,7 @@ def check_first_rows(recipe: Recipe, encoder: TrainingEncoder, vocabulary_size: 
     """
     data, counts, dropped = recipe.data, RowCounts(), list[str]()
     files = find_files(data.train)
+    check_columns(data, files)
     rows = ((file, *row) for file in files for row in read_rows(file, data.columns))
     first = list(islice(rows, _FIRST_ROWS + 1))
     for file, line, content in first[:_FIRST_ROWS]:
