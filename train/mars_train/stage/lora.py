@@ -89,6 +89,9 @@ def add_lora(
         task_type="CAUSAL_LM",
     )
     inject_adapter_in_model(config, model)
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # peft takes a narrower type beside weights of 4 bits
+            parameter.data = parameter.data.float()
     if mask_token_id is not None:
         _train_row(model, mask_token_id)
         name = _name_of(model, model.get_input_embeddings())

@@ -147,7 +147,8 @@ class StageTrainer:
         model = load_model(Path(job.start), quantization=quantization)
         trained = text_prefixes(model)
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name.startswith(trained))
+            is_whole = parameter.is_floating_point()  # 4 bits are stored as integers
+            parameter.requires_grad_(is_whole and name.startswith(trained))
         if job.adapter is not None and job.block_size is not None:
             checkpoint = add_adapter(
                 model,
