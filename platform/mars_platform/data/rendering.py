@@ -23,11 +23,17 @@ from mars_platform.data.template_messages import (
     THINKING_END,
     adapted,
     reads_thinking,
+    split_thinking,
 )
 from mars_platform.errors import UserError, one_line
 
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 """Stands behind a text that is to be continued while the template runs."""
+_CONTINUES_NOT = (
+    "messages: the chat template does not render this assistant turn as a continuation of its "
+    "generation prompt; set chat_template_kwargs as the turn was written, such as enable_thinking, "
+    "or use a template that does"
+)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Spans = list[tuple[int, int]]
@@ -83,7 +89,7 @@ def render_prompt(
     renderer = _Renderer.of(tokenizer, tools, template_kwargs, shield)
     if continue_final_message:
         text = _up_to_mark(
-            renderer.text(messages, end_mark=_END_MARK), renderer.content_of(messages[-1])
+            renderer.text(messages, end_mark=_END_MARK), renderer.written(messages[-1]["content"])
         )
     else:
         text = renderer.text(messages, add_generation_prompt=add_generation_prompt)
@@ -217,21 +223,29 @@ class _Renderer:
     def _shown(self, turn: dict[str, Any]) -> dict[str, Any]:
         """Return a turn as the template gets it; thinking that it would drop is in the content."""
         shown = {key: each if key == "role" else self.shielded(each) for key, each in turn.items()}
-        turn = {**shown, "content": self.content_of(turn)}
-        thinking = turn.get("reasoning_content")
+        if turn["role"] == "assistant":
+            shown["content"] = self._answer(turn)
+        return shown
+
+    def _answer(self, turn: dict[str, Any]) -> str:
+        """Return the content of an assistant turn, in which the tags around its thinking act."""
+        thinking, content = split_thinking(turn)
         if thinking is None or reads_thinking(self.template):
-            return turn
-        return {**turn, "content": _thought(thinking) + turn["content"]}
+            return self.written(turn["content"])
+        if turn.get("reasoning_content"):
+            return _thought(self.shielded(thinking)) + self.written(content)
+        begin = turn["content"].removesuffix(content).removesuffix(THINKING_END)
+        if begin == thinking:
+            return self.written(turn["content"])
+        return THINKING_BEGIN + self.written(thinking) + THINKING_END + self.written(content)
 
     def shielded(self, value: Any) -> Any:
         """Return a value from outside, shielded if there is a shield."""
         return value if self.shield is None else self.shield.of(value)
 
-    def content_of(self, message: dict[str, Any]) -> Any:
-        """Return the content of a message, shielded if there is a shield."""
-        if self.shield is None or message["role"] != "assistant":
-            return self.shielded(message["content"])
-        return self.shield.of_answer(message["content"])
+    def written(self, text: str) -> str:
+        """Return a text that a model wrote or is to write, shielded if there is a shield."""
+        return text if self.shield is None else self.shield.of_answer(text)
 
 
 def _thought(thinking: str) -> str:
@@ -276,42 +290,59 @@ def _answered(
     text, generated = renderer.marked(messages)
     head, begin, space = prompt.rpartition(THINKING_BEGIN)
     is_open = bool(begin) and not space.strip()
-    if text.startswith(prompt):
-        if not is_open or THINKING_END in text[len(prompt) :]:
-            return text, generated if _GENERATION.search(renderer.template) else None
-        return f"{prompt}{space}{THINKING_END}\n\n{text[len(prompt) :].lstrip()}", None
-    end_mark = _END_MARK.strip()
-    _, mark, turn_end = renderer.text(messages, end_mark=end_mark).rpartition(end_mark)
-    if not (is_open and mark) or not text.startswith(head):
-        raise UserError(
-            "messages: the chat template does not render this assistant turn as a continuation "
-            "of its generation prompt; set chat_template_kwargs as the turn was written, such as "
-            "enable_thinking, or use a template that does"
-        )
-    rest = text[len(head) :]
-    return prompt + _behind_opening(renderer, space, messages[-1], rest, turn_end), None
+    thinking, content = split_thinking(messages[-1])
+    if thinking is not None and prompt.rstrip().endswith(THINKING_END):
+        raise UserError(_CONTINUES_NOT)
+    own = text.removeprefix(prompt)
+    has_thought = THINKING_END in own and THINKING_BEGIN not in own
+    if text.startswith(prompt) and (has_thought or not is_open):
+        return text, generated if _GENERATION.search(renderer.template) else None
+    if is_open:
+        bare = {**messages[-1], "reasoning_content": None, "content": content.lstrip("\n")}
+        behind = renderer.text([*messages[:-1], bare])
+        if behind.startswith(head):
+            behind = behind.removeprefix(prompt if behind.startswith(prompt) else head)
+            return prompt + _behind_opening(renderer, space, messages[-1], behind), None
+    return prompt + _answer_alone(renderer, text, messages[-1]), None
 
 
-def _behind_opening(
-    renderer: _Renderer, space: str, message: dict[str, Any], rest: str, turn_end: str
-) -> str:
-    """Return what the model writes behind a prompt that opens the thinking, followed by ``space``.
+def _behind_opening(renderer: _Renderer, space: str, message: dict[str, Any], behind: str) -> str:
+    """Return what the model writes of a message behind a prompt that opens the thinking.
 
-    ``rest`` is what the template writes of the message, and ``turn_end`` its part behind the
-    content. It has no thinking, but may have the end of it.
+    ``space`` ends the prompt, and ``behind`` is what the template writes of the message without
+    its thinking; it may begin with the end of the thinking.
     """
-    content, thinking = renderer.content_of(message), message.get("reasoning_content")
+    thinking, content = split_thinking(message)
+    is_apart = bool(message.get("reasoning_content"))
     if thinking is None:
-        own = content.lstrip()
-        if own.startswith(THINKING_BEGIN):
-            return "".join([own.removeprefix(THINKING_BEGIN).removeprefix(space), turn_end])
-        if THINKING_END in content:
-            return "".join([content, turn_end])
-    thought = space if thinking is None else renderer.shielded(thinking).strip("\n")
-    if rest.startswith(THINKING_END):
-        return "".join([thought, rest])
-    line = "" if thinking is None else "\n"
-    return "".join([thought, line, THINKING_END, "\n\n", content, turn_end])
+        thought = space
+    else:
+        thought = renderer.written(thinking)
+        thought = thought.strip("\n") if is_apart else thought.removeprefix(space)
+    if behind.startswith(THINKING_END):
+        return "".join([thought, behind])
+    gap = content[: len(content) - len(content.lstrip("\n"))]
+    if is_apart or thinking is None:
+        gap = "\n\n"
+    line = "\n" if is_apart else ""
+    return "".join([thought, line, THINKING_END, gap, behind])
+
+
+def _answer_alone(renderer: _Renderer, text: str, message: dict[str, Any]) -> str:
+    """Return what the template writes of a message behind a generation prompt, seen by itself.
+
+    A template may write earlier messages otherwise as soon as there is an answer: gpt-oss drops
+    the thinking before calls, which was in the prompt when the answer was written.
+
+    Raises:
+        UserError: the message is not the end of ``text``, all messages with this one, either.
+    """
+    question = {"role": "user", "content": "x"}
+    prompt = renderer.text([question], add_generation_prompt=True)
+    whole = renderer.text([question, message])
+    if not whole.startswith(prompt) or not text.endswith(whole[len(prompt) :]):
+        raise UserError(_CONTINUES_NOT)
+    return whole[len(prompt) :]
 
 
 def _ended(
@@ -332,9 +363,10 @@ def _ended(
     following = {"role": "user", "content": "x"}
     if calls:
         following = {"role": "tool", "content": "x", "tool_call_id": calls[0]["id"]}
+    question = {"role": "user", "content": "x"}
     try:
-        before = renderer.text([*messages[:-1], turn]).rstrip()
-        longer = renderer.text([*messages[:-1], turn, following])
+        before = renderer.text([question, turn]).rstrip()
+        longer = renderer.text([question, turn, following])
     except UserError:
         return text, end, ""
     behind = longer.removeprefix(before).lstrip() if longer.startswith(before) else ""

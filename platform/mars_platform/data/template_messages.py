@@ -34,8 +34,8 @@ def adapted(
     Few templates support the role developer, and some drop such a turn silently: it becomes system,
     the role's older name. A tool result gets the name of the function that was called. Mistral's
     templates demand ids of nine characters for tool calls. Arguments of calls are objects where
-    they can be, or JSON text if ``as_text``. Thinking has every name that a template may know,
-    also where a content opens with it and the template would show it as text.
+    they can be, or JSON text if ``as_text``. Thinking has every name that a template may know, also
+    where it begins the content, if the template knows one.
     """
     names = dict[str, str]()
     turns = list[dict[str, Any]]()
@@ -51,6 +51,23 @@ def adapted(
         turn = _with_thinking(turn, template)
         turns.append(_with_short_ids(turn) if _MISTRAL_CALLS in template else turn)
     return turns
+
+
+def split_thinking(message: dict[str, Any]) -> tuple[str | None, str]:
+    """Return the thinking of an assistant message, and the content without it.
+
+    Thinking in the content ends with ``</think>`` and begins the content, with ``<think>`` or
+    without, as behind a generation prompt that has it. It is None where there is none.
+    """
+    content: str = message["content"]
+    if thinking := message.get(_THINKING_NAMES[0]):
+        return thinking, content
+    inside, end, behind = content.partition(THINKING_END)
+    if inside.lstrip().startswith(THINKING_BEGIN):
+        inside = inside.lstrip().removeprefix(THINKING_BEGIN)
+    if not end or THINKING_BEGIN in inside:
+        return None, content
+    return inside, behind
 
 
 def variables_of(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
@@ -81,14 +98,15 @@ def _words(template: str) -> list[tuple[str, str, str]]:
 
 
 def _with_thinking(turn: dict[str, Any], template: str) -> dict[str, Any]:
-    thinking = turn.get(_THINKING_NAMES[0])
-    if not thinking and turn["role"] == "assistant" and THINKING_END not in template:
-        before, begin, rest = turn["content"].partition(THINKING_BEGIN)
-        inside, end, content = rest.partition(THINKING_END)
-        if begin and end and not before.strip() and reads_thinking(template):
-            thinking = inside.strip("\n")
-            turn = {**turn, "content": content.lstrip("\n")}
-    return {**turn, **dict.fromkeys(_THINKING_NAMES, thinking)} if thinking else turn
+    if turn["role"] != "assistant":
+        return turn
+    thinking, content = split_thinking(turn)
+    if not turn.get(_THINKING_NAMES[0]):
+        is_known = THINKING_END in template or THINKING_BEGIN in turn["content"]
+        if thinking is None or not is_known or not reads_thinking(template):
+            return turn
+        thinking, turn = thinking.strip("\n"), {**turn, "content": content.lstrip("\n")}
+    return {**turn, **dict.fromkeys(_THINKING_NAMES, thinking)}
 
 
 def _with_arguments(call: dict[str, Any], *, as_text: bool) -> dict[str, Any]:
