@@ -6,7 +6,7 @@ Imports no Ray or HTTP library.
 import inspect
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal, Self
 
@@ -50,6 +50,8 @@ class Turn:
     """Place behind the token that ends it; without one, behind its last character."""
     spans: Spans
     """Supervised characters; none if the template's ``{% generation %}`` marks none of the turn."""
+    problem: str | None
+    """Reason why the turn is not learned as it is in the data; None if it is."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,10 @@ def render_turns(
         prompt = renderer.text(messages[:index], add_generation_prompt=True)
         text, generated = _answered(renderer, prompt, messages[: index + 1])
         text, end, end_token = _ended(renderer, text, messages[: index + 1], ends)
-        turn = Turn(len(prompt), end, _supervised(len(prompt), end, len(end_token), generated))
+        spans = _supervised(len(prompt), end, len(end_token), generated)
+        answer = text[len(prompt) : end - len(end_token)]
+        problem = _problem(renderer, index, messages[index], answer, has_end=bool(end_token))
+        turn = Turn(len(prompt), end, spans, problem)
         if found and prompt.startswith(found[-1].text):
             found[-1] = RenderedTurns(text, [*found[-1].turns, turn])
         else:
@@ -317,7 +322,7 @@ def _behind_opening(renderer: _Renderer, space: str, message: dict[str, Any], be
     if thinking is None:
         thought = space
     else:
-        thought = renderer.written(thinking)
+        thought = renderer.shielded(thinking) if is_apart else renderer.written(thinking)
         thought = thought.strip("\n") if is_apart else thought.removeprefix(space)
     if behind.startswith(THINKING_END):
         return "".join([thought, behind])
@@ -378,6 +383,32 @@ def _ended(
     return text, len(text), token
 
 
+def _problem(
+    renderer: _Renderer, index: int, message: dict[str, Any], answer: str, *, has_end: bool
+) -> str | None:
+    """Return what a template does not write of a message.
+
+    Raises:
+        UserError: it is all of the message, or a call, without which the rest teaches to call none.
+    """
+    thinking, content = split_thinking(message)
+    calls = [
+        renderer.shielded(each["function"]["name"]) for each in message.get("tool_calls") or ()
+    ]
+    where = f"messages.{index}: the chat template"
+    if not answer.strip():
+        raise UserError(f"{where} writes nothing of this turn; use a template that does")
+    if any(answer.count(name) < calls.count(name) for name in calls):
+        raise UserError(
+            f"{where} does not write all tool calls of this turn; leave the row out, or use a "
+            "template that does"
+        )
+    for what, told in (("thinking", thinking), ("text", content)):
+        if told and renderer.written(told).strip() not in answer:
+            return f"{where} does not write the {what} of this turn"
+    return None if has_end else f"{where} ends this turn with none of the model's end tokens"
+
+
 def _supervised(start: int, end: int, num_last: int, generated: Spans | None) -> Spans:
     """Return the supervised characters of a turn, the last ``num_last`` of which are its end token.
 
@@ -401,8 +432,11 @@ def _sealed(rendered: RenderedTurns, shield: Shield) -> RenderedTurns:
     pieces = [shield.seal(text[begin:end]) for begin, end in pairwise(places)]
     new = dict(zip(places, accumulate(map(len, pieces), initial=0), strict=True))
     moved = [
-        Turn(
-            new[turn.start], new[turn.end], [(new[first], new[last]) for first, last in turn.spans]
+        replace(
+            turn,
+            start=new[turn.start],
+            end=new[turn.end],
+            spans=[(new[first], new[last]) for first, last in turn.spans],
         )
         for turn in turns
     ]

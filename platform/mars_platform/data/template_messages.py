@@ -106,7 +106,7 @@ def _with_thinking(turn: dict[str, Any], template: str) -> dict[str, Any]:
         if thinking is None or not is_known or not reads_thinking(template):
             return turn
         thinking, turn = thinking.strip("\n"), {**turn, "content": content.lstrip("\n")}
-    return {**turn, **dict.fromkeys(_THINKING_NAMES, thinking)}
+    return {**turn, **dict.fromkeys(_THINKING_NAMES, thinking)} if thinking else turn
 
 
 def _with_arguments(call: dict[str, Any], *, as_text: bool) -> dict[str, Any]:

@@ -65,7 +65,8 @@ def test_thinking_has_every_name_that_a_template_may_know():
         ("{{ m.thinking }}", "<think></think>Yes.", (None, "Yes.")),
         ("{{ m.thinking }}", "Wet?</think>Yes.", (None, "Wet?</think>Yes.")),
         ("{{ m.thinking }}", "So <think>Wet?</think>Yes.", (None, "So <think>Wet?</think>Yes.")),
-        ("{{ m.thinking }}</think>", "<think>Wet?</think>", (None, "<think>Wet?</think>")),
+        ("{{ m.thinking }}</think>", "<think>Wet?</think>Yes.", ("Wet?", "Yes.")),
+        ("{{ m.thinking }}</think>", "Wet?\n</think>\n\nYes.", ("Wet?", "Yes.")),
         ("{{ m.content }}", "<think>Wet?</think>", (None, "<think>Wet?</think>")),
     ],
 )

@@ -9,6 +9,8 @@ from mars_platform.errors import UserError
 from mars_train.data.check import DataCheck
 from mars_train.recipe import DataSettings, Recipe
 
+_WHAT = {"dropped": "dropped", "truncated": "cut", "noted": "used, with a note"}
+
 
 class _DataAlone(Settings):
     """The part of a recipe that is needed where there is none."""
@@ -57,8 +59,7 @@ def describe(found: DataCheck) -> Iterator[str]:
     else:
         yield "tokens are not counted: name a model with --model"
     for group in found.reasons.values():
-        what = "dropped" if group.what == "dropped" else "cut"
-        yield f"{group.num_rows:,} {what}, the first: {group.first}"
+        yield f"{group.num_rows:,} {_WHAT[group.what]}, the first: {group.first}"
     for number, text in enumerate(found.shown, start=1):
         yield f"--- conversation {number}\n{text}"
     for refusal in found.refusals:

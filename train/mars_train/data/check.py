@@ -27,7 +27,7 @@ from mars_train.data.encoding import (
     check_vocabulary,
     encode_rows,
 )
-from mars_train.data.row_report import RowCounts, refuse_bad_data, refuse_few_rows
+from mars_train.data.row_report import RowCounts, refuse_bad_data, refuse_few_rows, refuse_no_end
 from mars_train.recipe import DataSettings, EvaluationSettings, Recipe
 
 _BATCH_ROWS = 256
@@ -37,10 +37,10 @@ _VARYING = re.compile(r"\(got .*|'[^']*'|\d[\d,]*")
 
 @dataclass
 class ReasonGroup:
-    """Rows that were dropped or cut for reasons of one kind."""
+    """Rows that were dropped, cut or noted for reasons of one kind."""
 
     what: str
-    """What became of them: ``dropped`` or ``truncated``."""
+    """What became of them: ``dropped``, ``truncated``, or ``noted`` if they are used."""
     first: str
     """Place and reason of the first one."""
     num_rows: int = 0
@@ -54,7 +54,7 @@ class DataCheck:
     lengths: array[int] = field(default_factory=lambda: array("q"))
     """Tokens of each usable conversation before it is cut; empty without a tokenizer."""
     reasons: dict[str, ReasonGroup] = field(default_factory=dict)
-    """Groups of the rows that were dropped or cut."""
+    """Groups of the rows that were dropped, cut or noted."""
     shown: list[str] = field(default_factory=list)
     """Texts of the first conversations, with what is supervised in brackets."""
     refusals: list[str] = field(default_factory=list)
@@ -113,6 +113,7 @@ def _refusals(
     dropped = [group.first for group in found.reasons.values() if group.what == "dropped"]
     checks = [partial(refuse_bad_data, found.counts, settings.max_bad_rows, dropped)]
     if checkpoint is not None:
+        checks.append(partial(refuse_no_end, found.counts, find_files(settings.train)))
         checks.append(partial(settings.check_context, checkpoint.max_length))
         largest = found.counts.max_token_id
         checks.append(partial(check_vocabulary, largest, checkpoint.vocabulary_size))

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -18,10 +18,10 @@ from transformers import PreTrainedTokenizerBase
 from mars_platform.checkpoint.tokenizer import read_end_ids, read_tokenizer
 from mars_platform.data.conversations import Conversation
 from mars_platform.data.files import find_files, parse_row, read_rows
-from mars_platform.data.prompt_encoding import Encoded, PromptEncoder
-from mars_platform.data.rendering import RenderedTurns, render_turns
+from mars_platform.data.prompt_encoding import PromptEncoder
+from mars_platform.data.rendering import RenderedTurns, Turn, render_turns
 from mars_platform.errors import UserError, one_line
-from mars_train.data.row_report import RowCounts, refuse_bad_data, refuse_few_rows
+from mars_train.data.row_report import RowCounts, refuse_bad_data, refuse_few_rows, refuse_no_end
 from mars_train.recipe import DataSettings, Recipe
 
 ENCODED_SCHEMA = pa.schema(
@@ -30,7 +30,8 @@ ENCODED_SCHEMA = pa.schema(
         ("line", pa.int64()),
         ("input_ids", pa.list_(pa.int32())),
         ("supervised", pa.list_(pa.bool_())),
-        ("status", pa.string()),  # used, truncated or dropped
+        ("has_end", pa.bool_()),  # whether an end token is supervised; null if dropped
+        ("status", pa.string()),  # used, noted, truncated or dropped
         ("reason", pa.string()),  # null if used
         ("length", pa.int64()),  # tokens before the cut; null if dropped
         ("shape", pa.string()),  # what the row was read as; null if dropped
@@ -101,8 +102,8 @@ def check_first_rows(recipe: Recipe, encoder: TrainingEncoder, vocabulary_size: 
     """Refuse data whose first rows show already that it is unusable; reading all of it takes long.
 
     Raises:
-        UserError: a file cannot be read, too many of the rows are bad, or all of them are too few;
-            see `check_vocabulary` as well.
+        UserError: a file cannot be read, too many of the rows are bad, all of them are too few, or
+            none teaches the model to end; see `check_vocabulary` as well.
     """
     data, counts, dropped = recipe.data, RowCounts(), list[str]()
     files = find_files(data.train)
@@ -119,10 +120,14 @@ def check_first_rows(recipe: Recipe, encoder: TrainingEncoder, vocabulary_size: 
                 counts.num_bad += 1
             else:
                 counts.num_examples += 1
+                counts.num_with_end += columns["has_end"]
+                counts.num_truncated += columns["status"] == "truncated"
                 counts.max_token_id = max(counts.max_token_id, *columns["input_ids"])
     are_all = len(first) <= _FIRST_ROWS
     if are_all or counts.num_bad > data.max_bad_rows:
         refuse_bad_data(counts, data.max_bad_rows, dropped)
+    if are_all or counts.num_truncated < counts.num_examples:
+        refuse_no_end(counts, files)
     if are_all:
         refuse_few_rows(counts.num_examples, recipe)
     check_vocabulary(counts.max_token_id, vocabulary_size)
@@ -217,58 +222,80 @@ def _examples(
     rendered = render_turns(
         encoder.prompts.tokenizer, conversation, loss_on, encoder.ends, shield=shield
     )
-    found = [_label(encoder, each, shield is not None, max_length) for each in rendered]
+    found = [
+        _label(encoder.end_ids, part, max_length)
+        for each in rendered
+        for part in _parts(encoder.prompts, each, is_sealed=shield is not None)
+    ]
     kept = [each for each in found if each["status"] != "dropped"]
     if kept and len(kept) < len(found):  # later turns have longer prompts
         kept[-1] |= {"status": "truncated", "reason": found[-1]["reason"]}
     return kept or found[:1]
 
 
-def _tokens(
-    prompts: PromptEncoder, rendered: RenderedTurns, is_sealed: bool
-) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return the token ids of a rendered text, and the range of characters of each.
+@dataclass(frozen=True)
+class _Part:
+    """Tokens of a rendered text with some of its turns."""
 
-    A prompt and what is written behind it never share a token, as in serving.
+    ids: list[int]
+    starts: NDArray[np.int64]
+    """Place in the text at which each token starts."""
+    turns: list[Turn]
+
+
+def _parts(prompts: PromptEncoder, rendered: RenderedTurns, *, is_sealed: bool) -> list[_Part]:
+    """Return the tokens of a rendered text, with all of its turns or parted from some.
+
+    A prompt and what is written behind it never share a token. A turn for which a token had to be
+    divided comes alone: in the prompts of later turns, that token is whole.
     """
 
-    def encode(part: str) -> Encoded:
-        return prompts.sealed(part) if is_sealed else prompts.plain(part, add_special_tokens=False)
+    def encode(begin: int, end: int) -> tuple[list[int], NDArray[np.int64]]:
+        part = text[begin:end]
+        found = prompts.sealed(part) if is_sealed else prompts.plain(part, add_special_tokens=False)
+        places = np.array(found.spans, dtype=np.int64).reshape(-1, 2) + begin
+        return found.ids, places
 
-    text = rendered.text
-    whole = encode(text)
-    starts, ends = np.array(whole.spans, dtype=np.int64).reshape(-1, 2).T
-    places = [turn.start for turn in rendered.turns]
-    cuts = [place for place in places if ((starts < place) & (place < ends)).any()]
-    if not cuts:
-        return whole.ids, whole.spans
-    ids, offsets = list[int](), list[tuple[int, int]]()
-    for begin, end in pairwise([0, *cuts, len(text)]):
-        part = encode(text[begin:end])
-        ids += part.ids
-        offsets += [(begin + first, begin + last) for first, last in part.spans]
-    return ids, offsets
+    text, turns = rendered.text, rendered.turns
+    ids, places = encode(0, len(text))
+    starts, ends = places.T
+    divided = [turn for turn in turns if ((starts < turn.start) & (turn.start < ends)).any()]
+    whole = [turn for turn in turns if turn not in divided]
+    found = list[_Part]()
+    if whole:
+        num_kept = (
+            len(ids) if whole[-1] is turns[-1] else int(np.searchsorted(starts, whole[-1].end))
+        )
+        found.append(_Part(ids[:num_kept], starts[:num_kept], whole))
+    for turn in divided:
+        before, answer = encode(0, turn.start), encode(turn.start, turn.end)
+        joined = np.concatenate([before[1], answer[1]])[:, 0]
+        found.append(_Part([*before[0], *answer[0]], joined, [turn]))
+    return found
 
 
-def _label(
-    encoder: TrainingEncoder, rendered: RenderedTurns, is_sealed: bool, max_length: int
-) -> dict[str, Any]:
+def _label(end_ids: frozenset[int], part: _Part, max_length: int) -> dict[str, Any]:
     """Return the columns of an encoded row; tokens that start inside a span are supervised."""
-    ids, offsets = _tokens(encoder.prompts, rendered, is_sealed)
-    starts = np.array([start for start, _ in offsets[:max_length]], dtype=np.int64)
+    ids, starts = part.ids, part.starts[:max_length]
     supervised = np.zeros(len(starts), bool)
-    for begin, end in (span for turn in rendered.turns for span in turn.spans):
+    for begin, end in (span for turn in part.turns for span in turn.spans):
         supervised |= (starts >= begin) & (starts < end)
     cut = len(ids) > max_length
     if not supervised[1:].any():  # the first token has no predecessor to predict it
         limit = f" within data.max_length = {max_length}" if cut else ""
         return _dropped(f"no supervised token{limit}, of {len(ids)} tokens")
+    status, reason = "used", None
+    if cut:
+        status, reason = "truncated", f"{len(ids)} tokens, cut to data.max_length = {max_length}"
+    elif problem := next((turn.problem for turn in part.turns if turn.problem), None):
+        status, reason = "noted", problem
     return {
         "input_ids": ids[:max_length],
         "supervised": supervised,
         "length": len(ids),
-        "status": "truncated" if cut else "used",
-        "reason": f"{len(ids)} tokens, cut to data.max_length = {max_length}" if cut else None,
+        "has_end": not end_ids.isdisjoint(np.array(ids[:max_length])[supervised].tolist()),
+        "status": status,
+        "reason": reason,
     }
 
 

@@ -18,7 +18,13 @@ from mars_platform.data.files import absolute_url, find_files, read_rows
 from mars_platform.data.shapes import ColumnNames
 from mars_platform.errors import UserError, one_line
 from mars_train.data.encoding import encode_rows
-from mars_train.data.row_report import REPORT_FILE, RowCounts, RowReport, refuse_bad_data
+from mars_train.data.row_report import (
+    REPORT_FILE,
+    RowCounts,
+    RowReport,
+    refuse_bad_data,
+    refuse_no_end,
+)
 from mars_train.data.token_store import TokenStoreWriter
 from mars_train.recipe import DataSettings
 
@@ -32,9 +38,9 @@ _BATCH_ROWS = 256
 def prepare(settings: DataSettings, tokenizer_path: Path, output: Path) -> RowCounts:
     """Read, check and tokenise the training files into a token store at ``output``.
 
-    A JSONL file beside the store, ``REPORT_FILE``, lists every row that was dropped or cut: file,
-    line, what, reason. It is written even if the data is refused. Files are streamed; memory use is
-    under 100 bytes a row.
+    A JSONL file beside the store, ``REPORT_FILE``, lists every row that was dropped, cut or noted:
+    file, line, what, reason. It is written even if the data is refused. Files are streamed; memory
+    use is under 100 bytes a row.
 
     Returns:
         Sums over the input's rows.
@@ -61,6 +67,7 @@ def prepare(settings: DataSettings, tokenizer_path: Path, output: Path) -> RowCo
             report_path = output.with_name(REPORT_FILE)
             dropped = report.write(report_path)
             refuse_bad_data(counts, settings.max_bad_rows, dropped, report_path)
+            refuse_no_end(counts, files)
             writer.finish()
     except ray.exceptions.RayError:  # includes an OSError raised by a task
         raise

@@ -34,6 +34,10 @@ class RowCounts:
     """Supervised tokens of the usable rows."""
     num_truncated: int = 0
     """Usable rows that were cut to ``data.max_length``."""
+    num_noted: int = 0
+    """Usable rows of which the chat template writes something otherwise than they have it."""
+    num_with_end: int = 0
+    """Usable rows in which an end token is supervised."""
     num_bad: int = 0
     """Rows that were dropped."""
     max_token_id: int = 0
@@ -54,12 +58,14 @@ class RowCounts:
         self.num_tokens += len(tokens)
         self.num_supervised += pc.sum(pc.list_flatten(usable["supervised"])).as_py() or 0
         self.num_truncated += pc.sum(pc.equal(usable["status"], "truncated")).as_py()
+        self.num_noted += pc.sum(pc.equal(usable["status"], "noted")).as_py()
+        self.num_with_end += pc.sum(usable["has_end"]).as_py() or 0
         self.shapes.update(shape for shape in usable["shape"].to_pylist() if shape is not None)
         self.max_token_id = max(self.max_token_id, pc.max(tokens).as_py() or 0)
 
 
 class RowReport:
-    """Report with one line for each row that was dropped or cut, in the order of the input.
+    """Report with one line for each row that was dropped, cut or noted, in the order of the input.
 
     Rows arrive in any order, so their lines wait in a file. In memory each takes 24 bytes.
     """
@@ -69,7 +75,7 @@ class RowReport:
         self._keys = array("q")  # for each line: the row's file, its line, its offset in `waiting`
 
     def add(self, rows: pa.Table) -> None:
-        """Add the rows of ``ENCODED_SCHEMA`` that were dropped or cut.
+        """Add the rows of ``ENCODED_SCHEMA`` that were dropped, cut or noted.
 
         Raises:
             UserError: a whole file cannot be read.
@@ -122,6 +128,24 @@ def refuse_bad_data(
     more = f"; and {num_more} more" if num_more else ""
     listed = f", listed in {report}" if num_more and report is not None else ""
     raise UserError(f"data.train: {problem}: {'; '.join(shown)}{more}{listed}")
+
+
+def refuse_no_end(counts: RowCounts, files: Sequence[str]) -> None:
+    """Refuse data from which a model learns to answer, but never to end.
+
+    Raises:
+        UserError: in no usable row, an end token is supervised.
+    """
+    if counts.num_with_end or not counts.num_examples:
+        return
+    problem = f"data.train: no end of a turn is learned from {', '.join(files[:_SHOWN_ROWS])}"
+    if counts.num_truncated == counts.num_examples:
+        raise UserError(f"{problem}: all conversations are cut; raise data.max_length")
+    raise UserError(
+        f"{problem}: the chat template ends turns with none of the model's end tokens; add the "
+        "token that it writes there to eos_token_id in the model's generation_config.json, or use "
+        "a chat template that writes an end token"
+    )
 
 
 def refuse_few_rows(num_examples: int, recipe: Recipe) -> None:

@@ -346,7 +346,7 @@ def _prepare_data(directory: RunDirectory, checkpoint: Checkpoint, console: Cons
         console,
         f"data: {counts.recognised}; {counts.num_examples:,} conversations, "
         f"{counts.num_tokens:,} tokens, {counts.num_supervised:,} of them supervised; "
-        f"{counts.num_truncated:,} conversations cut to length, "
+        f"{counts.num_truncated:,} conversations cut to length, {counts.num_noted:,} with a note, "
         f"{counts.num_bad:,} bad rows skipped ({directory.report}); "
         f"{time.monotonic() - started:.0f} s",
     )
