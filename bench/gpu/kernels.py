@@ -175,9 +175,10 @@ def _low_ranks(dtype: torch.dtype, is_tiny: bool) -> Calls:
     sizes = [(3, 32, 64, 16)] if is_tiny else [(9, 3584, 512, 32), (144, 3584, 18944, 32)]
     for rows, width, columns, rank in sizes:
         outputs, inputs = torch.randn(rows, columns), torch.randn(rows, width)
-        down, up = torch.randn(rank, width) / width**0.5, torch.randn(columns, rank) / rank**0.5
-        is_mask = torch.arange(rows) % 9 > 0
-        yield *(each.to(dtype) for each in (outputs, inputs, down, up)), is_mask, 2.0
+        down = torch.randn(2, rank, width) / width**0.5
+        up = torch.randn(2, rank, columns) / rank**0.5
+        slots = torch.arange(rows) % 9 % 3 - 1
+        yield *(each.to(dtype) for each in (outputs, inputs, down, up)), slots
 
 
 def _proposals(dtype: torch.dtype, is_tiny: bool) -> Calls:

@@ -104,10 +104,9 @@ class Adapter:
         adapter_triton.add_low_rank(
             empty(self.positions, self.columns),
             empty(self.positions, self.hidden),
-            empty(self.rank, self.hidden),
-            empty(self.columns, self.rank),
-            torch.empty(self.positions, dtype=torch.bool, device="meta"),
-            2.0,
+            empty(1, self.rank, self.hidden),
+            empty(1, self.rank, self.columns),
+            torch.empty(self.positions, dtype=torch.long, device="meta"),
         )
 
 

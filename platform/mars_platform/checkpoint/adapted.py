@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mars_platform.checkpoint.adapter.files import Adapter, identify_base, read_adapter
+from mars_platform.checkpoint.adapter.settings import BaseIdentity
 from mars_platform.checkpoint.calibration import read_calibration
 from mars_platform.checkpoint.directory import (
     Checkpoint,
@@ -54,17 +55,25 @@ def adapt(base: Checkpoint, adapter: Adapter) -> Checkpoint:
     Raises:
         UserError: the adapter belongs to another model.
     """
-    ours = adapter.metadata.base
+    refuse_other_base(base, adapter.metadata.base, adapter.path)
+    adapted = replace(base, tokenizer=adapter.tokenizer, adapter=adapter)
+    return adapted.with_metadata(adapter.metadata)
+
+
+def refuse_other_base(base: Checkpoint, ours: BaseIdentity, adapter: Path) -> None:
+    """Compare a model with the one that the adapter in a directory belongs to.
+
+    Raises:
+        UserError: it is another model.
+    """
     theirs = identify_base(base.path, base.tokenizer, ours.name)
     parts = {"weights": "weights", "config": "config.json", "tokenizer": "tokenizer"}
     differing = [parts[key] for key in parts if getattr(ours, key) != getattr(theirs, key)]
     if differing:
         raise UserError(
-            f"adapter: {adapter.path} belongs to another model than {base.path}, which differs in "
+            f"adapter: {adapter} belongs to another model than {base.path}, which differs in "
             f"{', '.join(differing)}; give the model that it was trained on, {ours.name}"
         )
-    adapted = replace(base, tokenizer=adapter.tokenizer, adapter=adapter)
-    return adapted.with_metadata(adapter.metadata)
 
 
 def load_weights(checkpoint: Checkpoint, *, dtype: torch.dtype) -> PreTrainedModel:

@@ -18,11 +18,13 @@ _MAX_PAGES = 128
 """Number of leading pages that are compared; prompts that share so many go to the same replica."""
 
 
-def prompt_keys(tenant: str, tokens: Sequence[int], page_size: int, salt: str = "") -> list[bytes]:
+def prompt_keys(
+    tenant: str, tokens: Sequence[int], page_size: int, salt: str = "", lora: str = ""
+) -> list[bytes]:
     """Return the keys of a prompt's leading full pages, computed as in the engine's page pool."""
     num_pages = min(len(tokens) // page_size, _MAX_PAGES)
     pages = (tokens[page * page_size : (page + 1) * page_size] for page in range(num_pages))
-    return list(accumulate(pages, page_key, initial=root_key(tenant, salt)))[1:]
+    return list(accumulate(pages, page_key, initial=root_key(tenant, salt, lora)))[1:]
 
 
 class Router:
@@ -59,5 +61,6 @@ class Router:
             return next(iter(loads))
         keys = list[bytes]()
         if self._page_size is not None:
-            keys = prompt_keys(request.tenant, request.tokens, self._page_size, request.cache_salt)
+            tenant, *others = request.cache_root
+            keys = prompt_keys(tenant, request.tokens, self._page_size, *others)
         return self._placement.choose(keys, loads, request.session)

@@ -83,6 +83,8 @@ class StepBatch:
     """Positions in use; the lists may be longer, by padding."""
     scored: list[int] = field(default_factory=list)
     """Positions of prompt tokens whose next token's log-probability is reported."""
+    slots: list[int] | None = None  # [positions]
+    """Slot of the LoRA adapter of each position, or -1; None if no row has one."""
 
     @cached_property
     def reads(self) -> list[int]:
@@ -134,6 +136,7 @@ def build_batch(
     position_ids: list[int] = []
     scored: list[int] = []
     rows = []
+    slots: list[int] = []
     for each in scheduled:
         request, begin = each.request, each.request.num_cached
         row = BatchRow(
@@ -159,6 +162,7 @@ def build_batch(
                 ids += [mask_token_id] * count
                 position_ids += range(cursor + outcome, cursor + outcome + count)
         rows.append(row)
+        slots += [request.lora_slot] * row.length
     num_positions = len(ids)
     padding = [0] * (-(-bucket(num_positions) // multiple_of) * multiple_of - num_positions)
     return StepBatch(
@@ -167,4 +171,5 @@ def build_batch(
         rows=rows,
         num_positions=num_positions,
         scored=scored,
+        slots=[*slots, *([-1] * len(padding))] if max(slots, default=-1) >= 0 else None,
     )

@@ -39,6 +39,8 @@ from mars_serve.engine.execution.warm_up import (
     measure_prefill,
     measure_steps,
 )
+from mars_serve.engine.lora_cache import LoraCache
+from mars_serve.engine.lora_slots import LoraSlots
 from mars_serve.engine.memory import Memory, WindowPages
 from mars_serve.engine.outputs import EngineCounts, StepOutput
 from mars_serve.engine.pages import PagePool
@@ -144,7 +146,10 @@ class Engine:
             batch_invariant=settings.batch_invariant,
             draw_accepted=draw_accepted,
             temperatures=calibration.temperatures if calibration else None,
+            num_slots=settings.max_loras,
+            max_rank=settings.max_lora_rank,
         )
+        self.loras = LoraCache(checkpoint, settings)
         self.grammars = GrammarCompiler(checkpoint.tokenizer, vocabulary, checkpoint.special.eos)
         self.live = live
         """Live decoding from the next step on; any thread may set it."""
@@ -172,6 +177,11 @@ class Engine:
         metadata, avoided = self.checkpoint.metadata, self.checkpoint.special.never_emitted
         avoided = avoided | ({metadata.mask_token_id} if metadata else set())
         probe = Probe.of(model, avoided=avoided)
+        if self.settings.max_loras and self.settings.batch_invariant:
+            raise UserError(
+                "engine.batch_invariant: the products of LoRA adapters are not computed in fixed "
+                "shapes; leave it out, or set engine.max_loras to 0"
+            )
         if probe.is_recurrent and self.settings.batch_invariant:
             raise UserError(
                 f"engine.batch_invariant: the steps of recurrent layers, which {probe.family!r} "
@@ -189,8 +199,11 @@ class Engine:
         if has_states:
             slots = PagePool(settings.num_state_slots, sizes.page_size)
             states = StateSlots(slots, settings.num_state_snapshots)
+        loras = None
+        if settings.max_loras:
+            loras = LoraSlots(settings.max_loras, lambda *what: self._runner.load_lora(*what))
         pool, cached = PagePool(sizes.num_pages, sizes.page_size), settings.enable_prefix_caching
-        return Memory(pool, windows, states, enable_prefix_caching=cached)
+        return Memory(pool, windows, states, loras, enable_prefix_caching=cached)
 
     @property
     def overlaps(self) -> bool:
@@ -312,15 +325,16 @@ class Engine:
         self._deadlines.add(request)
 
     def check(self, request: Request) -> None:
-        """Refuse a request that could never run, and prepare its grammar and its sampling.
+        """Refuse a request that could never run, and prepare its grammar, adapter and sampling.
 
-        Any thread may call this. The first request with a grammar takes the time to compile it, and
-        `add` compiles nothing that is prepared.
+        Any thread may call this. The first request with a grammar or a LoRA adapter takes the time
+        to compile or read it, and `add` does not do again what is prepared.
 
         Raises:
             UserError: the message names the option and the numbers.
         """
         self._limits.check(request)
+        self.loras.prepare(request)
         prepare(request, self._limits.vocabulary, self.checkpoint.special.eos)
         if request.options.grammar is not None and request.matcher is None:
             request.matcher = self.grammars.compile(request.options.grammar).matcher()

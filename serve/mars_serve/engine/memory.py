@@ -8,6 +8,7 @@ pool, and gives them back when no later position sees them. Where layers are rec
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import takewhile
 
+from mars_serve.engine.lora_slots import LoraSlots
 from mars_serve.engine.pages import PagePool, page_key, root_key
 from mars_serve.engine.request import Request
 from mars_serve.engine.scheduled_row import ScheduledRow
@@ -117,22 +118,23 @@ class WindowPages:
 
 
 class Memory:
-    """All requests' pages, and slots for the states of recurrent layers."""
+    """All requests' pages, slots for the states of recurrent layers, and those of adapters."""
 
     def __init__(
         self,
         pool: PagePool,
         windows: WindowPages | None = None,
         states: StateSlots | None = None,
+        loras: LoraSlots | None = None,
         *,
         enable_prefix_caching: bool = True,
     ) -> None:
-        """Share a pool, ``windows`` if some layers see no more than the last tokens, and ``states``
-        if some are recurrent.
+        """Share a pool, ``windows`` if some layers see no more than the last tokens, ``states``
+        if some are recurrent, and ``loras`` if requests may name LoRA adapters.
 
         ``enable_prefix_caching`` is that of `EngineSettings`.
         """
-        self.pool, self.windows, self.states = pool, windows, states
+        self.pool, self.windows, self.states, self.loras = pool, windows, states, loras
         has_snapshots = states is None or states.num_snapshots > 0
         self._enable_prefix_caching = enable_prefix_caching and has_snapshots
         self.num_computed_again = 0
@@ -199,6 +201,8 @@ class Memory:
             self.windows.release(request, 0)
         if self.states is not None:
             self.states.release(request)
+        if self.loras is not None:
+            self.loras.release(request)
 
     def lend(self, failed: Request, trial: Request) -> None:
         """Let a request of one token run in what one holds whose row has failed."""
@@ -225,7 +229,7 @@ class Memory:
             keys = self._keys(request, 0, request.num_cached // self.pool.page_size)
             for page, key in zip(request.pages, keys, strict=False):
                 assert self.pool.key_of(page) in (None, key), f"{request.id}: page {page}"
-        for kind in (self.windows, self.states):
+        for kind in (self.windows, self.states, self.loras):
             if kind is not None:
                 kind.check_integrity(running)
 
@@ -235,7 +239,7 @@ class Memory:
         """Return the keys of a request's full pages from ``start`` to before ``stop``."""
         keys, size = request.page_keys, self.pool.page_size
         for index in range(len(keys), stop):
-            parent = keys[-1] if keys else root_key(request.tenant, request.cache_salt)
+            parent = keys[-1] if keys else root_key(*request.cache_root)
             keys.append(page_key(parent, request.tokens[index * size : (index + 1) * size]))
         return keys[start:stop]
 

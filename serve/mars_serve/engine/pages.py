@@ -16,15 +16,17 @@ from itertools import chain
 _KEY_BYTES = 16
 
 
-def root_key(tenant: str, salt: str = "") -> bytes:
-    """Return the parent key of the first pages of a tenant's requests with a salt.
+def root_key(tenant: str, salt: str = "", lora: str = "") -> bytes:
+    """Return the parent key of the first pages of a tenant's requests with a salt and a LoRA
+    adapter, given by the sum of its files.
 
-    Pages of other tenants, or with another salt, never have the same key.
+    Pages of other tenants, or with another salt or adapter, never have the same key.
     """
     root = blake2b(tenant.encode(), digest_size=_KEY_BYTES, person=b"tenant").digest()
-    if not salt:
-        return root
-    return blake2b(root + salt.encode(), digest_size=_KEY_BYTES, person=b"salt").digest()
+    for text, person in ((salt, b"salt"), (lora, b"lora")):
+        if text:
+            root = blake2b(root + text.encode(), digest_size=_KEY_BYTES, person=person).digest()
+    return root
 
 
 def page_key(parent: bytes, tokens: Sequence[int]) -> bytes:

@@ -14,6 +14,7 @@ from mars_serve.engine.decoding_plan import DecodingPlan
 if TYPE_CHECKING:  # at run time these would load torch into processes that only pass requests on
     from torch import Tensor
 
+    from mars_platform.checkpoint.adapter.lora import LoraWeights
     from mars_serve.engine.sampling.grammar import Matcher
     from mars_serve.engine.sampling.sampler import Bias, TokenHistory
     from mars_serve.engine.sampling.thinking_rules import ThinkingRules
@@ -23,6 +24,17 @@ if TYPE_CHECKING:  # at run time these would load torch into processes that only
 MAX_AUDIT_DRAFTS = 32
 """Most drafts of an audit in a step. They have no masks, and most of them are right."""
 _AUDIT_RANK = min(tier.rank for tier in Tier) - 1
+
+
+class LoraReference(NamedTuple):
+    """A LoRA adapter that requests name."""
+
+    name: str
+    """Name that requests give as their model."""
+    path: str
+    """Directory of its files, on each machine with a replica."""
+    sum: str
+    """SHA-256 of its weights and configuration, by which the adapter is told from others."""
 
 
 class Draft(NamedTuple):
@@ -64,6 +76,8 @@ class Request:
     """Name of the tenant; only requests of the same tenant share cached prefixes."""
     cache_salt: str = ""
     """Text that keeps cached prefixes apart within a tenant: only equal ones share."""
+    lora: LoraReference | None = None
+    """LoRA adapter that acts on the request's tokens; None for the model itself."""
     key: str = ""
     """Name of the API key, of whose share of the queue the request is served."""
     session: str | None = None
@@ -91,6 +105,10 @@ class Request:
     """Slots of recurrent layers; None for a model without any, and before the first step."""
     rolling: int = 0
     """Pages before the newest snapshot of its state that is not at a lasting border."""
+    lora_slot: int = -1
+    """Slot that the request's LoRA adapter is held in while it runs; -1 for none."""
+    lora_weights: LoraWeights | None = None
+    """Weights of the LoRA adapter, set by the engine."""
     num_shared: int = 0
     """Leading full pages that others had computed before."""
     sampling_s: float = 0.0
@@ -164,6 +182,11 @@ class Request:
         if self.span is not before:
             self.follow(live)
         return self.span is not before
+
+    @property
+    def cache_root(self) -> tuple[str, str, str]:
+        """Texts that are equal for requests that may share cached prefixes; see `root_key`."""
+        return self.tenant, self.cache_salt, self.lora.sum if self.lora else ""
 
     def charge(self, seconds: float) -> None:
         """Count CPU seconds of sampling its tokens in the current step."""

@@ -143,24 +143,31 @@ class Scheduler:
     # Admission and preemption
 
     def _admit(self) -> None:
-        """Admit waiting requests in order, up to the first that does not fit.
+        """Admit waiting requests in order, up to the first that does not fit; those for whose LoRA
+        adapter there is no slot are passed over.
 
         A request fits if the free pages suffice for the committed tokens of all running requests
         and its own, and for one more token of each. It preempts requests of a lower tier only if it
         fits then.
         """
-        while self.waiting:
-            request = self.waiting[0]
+        index, drained, loras = 0, set[str](), self.memory.loras
+        while index < len(self.waiting):
+            request = self.waiting[index]
             num_kept = bisect_right(self.running, -request.rank, key=lambda item: -item.rank)
             if num_kept == self.max_num_seqs:
                 return
+            if loras is not None and not loras.may_hold(request, drained):
+                index += 1
+                continue
             num_prefix_hit_tokens = self.memory.take_cached(request)
             if not self._fits(request, num_kept):
                 self._release(request)
                 return
-            del self.waiting[0]
+            del self.waiting[index]
             while not self._fits(request, len(self.running)):
                 self._preempt_last()
+            if loras is not None:
+                loras.hold(request)
             insort(self.running, request, key=_order)
             self._count_prefix_hit(request, num_prefix_hit_tokens)
 

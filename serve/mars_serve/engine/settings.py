@@ -50,6 +50,12 @@ class EngineSettings(Settings):
     """Most drafts of a step, in mode exact, that come from the request's own text: the tokens that
     followed an earlier place like its end; 0 for none. They help few requests at once whose output
     repeats their text, and a plain AR checkpoint; with many they can cost more than they gain."""
+    max_loras: int = Field(default=0, ge=0, le=256)
+    """Slots for LoRA adapters: how many different ones act in a step. Further ones wait, and take
+    the place of the least recently used. 0 for none, or for as many as a model's ``loras``, 8 at
+    most. On a GPU each slot costs memory, and time in steps with adapters."""
+    max_lora_rank: int = Field(default=32, ge=1, le=512)
+    """Highest rank of a LoRA adapter, which the slots have room for."""
     cuda_graphs: bool = True
     """Whether decoding steps are captured as CUDA graphs at start, on a GPU whose attention reads
     pages in place."""

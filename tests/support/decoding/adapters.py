@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
 from mars_platform.checkpoint.adapter.files import identify_base, save_adapter
@@ -45,3 +47,27 @@ def write_adapter(base_path: Path, path: Path, *, seed: int = 1) -> Path:
     adapted = with_adapter(load_model(base_path), mask, seed=seed)
     save_adapter(path, adapted, base.tokenizer, metadata)
     return path
+
+
+def with_lora(
+    model: PreTrainedModel,
+    path: Path,
+    *,
+    rank: int = 4,
+    target_modules: list[str] | None = None,
+    seed: int = 1,
+) -> PreTrainedModel:
+    """Write a LoRA adapter of random weights by peft, and return the model merged with it."""
+    names = target_modules or ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names, task_type="CAUSAL_LM")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of peft's use of transformers
+        adapted = get_peft_model(copy.deepcopy(model), config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_" in name:
+                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.2)
+    adapted.save_pretrained(path)
+    merged: PreTrainedModel = adapted.merge_and_unload()
+    return merged.requires_grad_(False).eval()

@@ -15,7 +15,7 @@ from mars_platform.checkpoint.adapter.layers import attach_adapter
 from mars_platform.checkpoint.adapter.settings import AdapterSettings
 from mars_platform.mixing.bind import ATTENTION_NAME
 from mars_platform.mixing.probe import record
-from mars_serve.engine.decoder.adapter import fix_shapes
+from mars_serve.engine.decoder.adapter import adapt_layers
 from mars_serve.engine.execution.graphs import GraphedForward, GraphSizes
 from mars_serve.engine.states.slots import States
 
@@ -91,7 +91,7 @@ def launches_of(
         with torch.device("meta"):
             attach_adapter(model, AdapterSettings(), mask_token_id=7)
     model.set_attn_implementation(ATTENTION_NAME)
-    fix_shapes(model)
+    adapt_layers(model, is_fixed=True)
     banned = torch.empty(2, dtype=torch.long, device="meta")
     forward = GraphedForward(model, attention, banned, states)
     counts = list[Counter[str]]()

@@ -42,17 +42,17 @@ def compare_adapters(differences: Differences) -> None:
         dtype = list(TOLERANCES)[index % 2]
         outputs, inputs = torch.randn(positions, columns), torch.randn(positions, 24)
         outputs[:, 3] = -0.0  # adding zero would change its sign
-        down, up = torch.randn(rank, 24) / 24, torch.randn(columns, rank) / rank**0.5
-        is_mask = torch.tensor(
-            [gate == "all" or (gate == "some" and i % 20 == 4) for i in range(positions)]
-        )
+        down, up = torch.randn(3, rank, 24) / 24, torch.randn(3, rank, columns) / rank**0.5
+        chosen = [gate == "all" or (gate == "some" and i % 20 == 4) for i in range(positions)]
+        slots = torch.tensor([2 - i % 3 if each else -1 for i, each in enumerate(chosen)])
         outputs, inputs, down, up = (each.to(dtype) for each in (outputs, inputs, down, up))
         results = []
         for function in (adapter_triton.add_low_rank, adapter.add_low_rank_twin):
             own = outputs.clone()
-            function(own, inputs, down, up, is_mask, 2.0)
-            assert torch.equal(own[~is_mask], outputs[~is_mask])
-            assert torch.equal(own[~is_mask].signbit(), outputs[~is_mask].signbit())
+            function(own, inputs, down, up, slots)
+            others = slots == -1
+            assert torch.equal(own[others], outputs[others])
+            assert torch.equal(own[others].signbit(), outputs[others].signbit())
             results.append([own])
         differences.compare(*results)
 

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from mars_platform.checkpoint.adapter.lora import LoraWeights
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.mixing.bind import ATTENTION_NAME
 from mars_platform.mixing.probe import PREFIX, Probe
 from mars_serve.engine.attention.interface import Attention
 from mars_serve.engine.attention.mixed import InPlace
 from mars_serve.engine.batch import build_batch
-from mars_serve.engine.decoder.adapter import fix_shapes, pick_rows
+from mars_serve.engine.decoder.adapter import adapt_layers, step_adapters
 from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.device.transfer import HostCopy
 from mars_serve.engine.execution.acceptance import Accepted, accept, num_accepted
@@ -116,6 +117,8 @@ class ModelRunner:
         batch_invariant: bool = False,
         draw_accepted: Callable[[Request, int], int] | None = None,
         temperatures: Sequence[float] | None = None,
+        num_slots: int = 0,
+        max_rank: int = 0,
     ) -> None:
         """Take over a model; its attention and linear layers are changed in place.
 
@@ -130,13 +133,22 @@ class ModelRunner:
             batch_invariant: see `EngineSettings`.
             draw_accepted: see `Engine`.
             temperatures: divisors of the logits by calibration, from depth 0.
+            num_slots: slots for LoRA adapters.
+            max_rank: highest rank of a LoRA adapter.
 
         Raises:
             UserError: the model does not give the logits of its own forward pass over pages; the
                 message names its family.
         """
-        _replace_layers(model, attention, batch_invariant=batch_invariant)
-        self.model = model
+        model.set_attn_implementation(ATTENTION_NAME)
+        if isinstance(attention, InPlace) or not batch_invariant:
+            sizes = {"num_slots": num_slots, "rank": max_rank}
+            is_fixed = isinstance(attention, InPlace)
+            adapt_layers(model, mask_token_id, is_fixed=is_fixed, **sizes)
+        pack_linears(model, timed=not batch_invariant)
+        if batch_invariant:
+            tile_linears(model, _TILE)
+        self.model, self.adapters = model, step_adapters(model)
         self._banned = torch.tensor(
             sorted(special.never_emitted), dtype=torch.long, device=model.device
         )
@@ -207,6 +219,11 @@ class ModelRunner:
         copy = HostCopy(proposals)
         return Launched(rows, copy, self._drawn(reading), reports, scores, grammars)
 
+    def load_lora(self, slot: int, weights: LoraWeights) -> None:
+        """Put a LoRA adapter into a slot."""
+        assert self.adapters is not None, "there are slots"
+        self.adapters.load(slot, weights)
+
     def free_memory(self) -> None:
         """Free what a failed step left behind, and all that torch keeps for later."""
         gc.collect()  # modules with hooks keep their last input in a cycle of references
@@ -229,15 +246,3 @@ class ModelRunner:
         if self._draw_accepted is None:
             return None
         return [self._draw_accepted(row.request, row.num_proposed) for row in rows]
-
-
-def _replace_layers(model: PreTrainedModel, attention: Attention, *, batch_invariant: bool) -> None:
-    """Replace a model's linear and adapted layers, in place, by those that steps run."""
-    model.set_attn_implementation(ATTENTION_NAME)
-    if isinstance(attention, InPlace):
-        fix_shapes(model)
-    elif model.device.type == "cpu" and not batch_invariant:
-        pick_rows(model)
-    pack_linears(model, timed=not batch_invariant)
-    if batch_invariant:
-        tile_linears(model, _TILE)

@@ -88,14 +88,17 @@ class EagerForward:
         self, batch: StepBatch, reads: Reads | None, next_tokens: Sequence[int]
     ) -> ForwardOutput:
         """See `Forward`."""
-        sizes = InputSizes(len(batch.ids), max(len(batch.reads), 1), len(batch.scored), 0)
+        num_reads, slots = max(len(batch.reads), 1), batch.slots or ()
+        sizes = InputSizes(len(batch.ids), num_reads, len(batch.scored), 0, num_slots=len(slots))
         numbers = host_numbers(sizes.total, self._device)
         fill(sizes.on_host(numbers), batch, reads, next_tokens)
         step = sizes.on_device(to_device(numbers, self._device))
         metadata = self._attention.prepare(batch)
         mixing = None if self._states is None else self._states.prepare(batch)
         hidden = self._function.hidden(
-            step.ids, step.position_ids, metadata, mixing, has_masks=batch.has_masks
+            *(step.ids, step.position_ids, metadata, mixing),
+            has_masks=batch.has_masks,
+            slots=step.slots if slots else None,
         )
         return ForwardOutput(
             logits=self._function.logits(hidden.index_select(0, step.reads)),
@@ -118,7 +121,9 @@ class ForwardShape:
     step: StepShape
     num_scored: int = 0
     is_adapted: bool = False
-    """Whether the step computes the product of an adapter."""
+    """Whether the step computes the product of a draft adapter."""
+    has_loras: bool = False
+    """Whether the step computes the products of LoRA adapters."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +135,8 @@ class GraphSizes:
     three; and in reads, which are one a row or one a position. In mode exact a row may read all its
     positions, and otherwise the output layer's share of a large step is not computed in vain. With
     an adapter, steps of one position a row have a second shape, in which it does not act: mode ar
-    then takes no longer than without one. Larger steps seldom lack masks.
+    then takes no longer than without one. Larger steps seldom lack masks. With slots for LoRA
+    adapters, each shape has a second one in which they act.
     """
 
     max_rows: int
@@ -141,6 +147,7 @@ class GraphSizes:
     max_pages: int
     """Most pages of a row."""
     has_adapter: bool = False
+    has_slots: bool = False
 
     def shapes(self) -> list[ForwardShape]:
         """Return all shapes to capture, the largest first."""
@@ -151,7 +158,8 @@ class GraphSizes:
             pages.append(pages[-1] * _PAGES_FACTOR)
         lengths = sorted({min(count, self.max_pages) for count in pages}, reverse=True)
         return [
-            self._shape(count, length, num_reads, is_adapted=is_adapted)
+            self._shape(count, length, num_reads, is_adapted=is_adapted, has_loras=has_loras)
+            for has_loras in (True, False)[not self.has_slots :]
             for count in positions
             for length in lengths
             for num_reads in sorted({count, min(count, self.max_rows)}, reverse=True)
@@ -166,14 +174,22 @@ class GraphSizes:
         num_reads = len(batch.reads)
         most = self.max_rows if num_reads <= self.max_rows else len(batch.ids)
         is_adapted = self._adapts(len(batch.ids), batch.has_masks)
-        return self._shape(len(batch.ids), min(length, self.max_pages), most, is_adapted=is_adapted)
+        how = {"is_adapted": is_adapted, "has_loras": batch.slots is not None}
+        return self._shape(len(batch.ids), min(length, self.max_pages), most, **how)
 
     def _shape(
-        self, num_positions: int, num_pages: int, num_reads: int, *, is_adapted: bool
+        self,
+        num_positions: int,
+        num_pages: int,
+        num_reads: int,
+        *,
+        is_adapted: bool,
+        has_loras: bool,
     ) -> ForwardShape:
         num_rows = min(num_positions, self.max_rows)
         step = StepShape(num_positions, num_rows, num_pages)
-        return ForwardShape(min(num_positions, num_reads), step, is_adapted=is_adapted)
+        reads = min(num_positions, num_reads)
+        return ForwardShape(reads, step, is_adapted=is_adapted, has_loras=has_loras)
 
     def _adapts(self, num_positions: int, has_masks: bool) -> bool:
         """Return whether a step of a captured shape computes the product of an adapter."""
@@ -237,7 +253,8 @@ class GraphedForward:
         ``on_progress`` gets the number of captured shapes, and that of all.
         """
         begin, free = time.perf_counter(), _free_bytes(self._device)
-        sizes = replace(sizes, has_adapter=self._function.is_gated)
+        gated, has_slots = self._function.is_gated, self._function.has_slots
+        sizes = replace(sizes, has_adapter=gated, has_slots=has_slots)
         shapes = sizes.shapes()
         most = max(shape.num_reads for shape in shapes)
         self._numbers = self._numbers.new_zeros(max(self._input(each).total for each in shapes))
@@ -304,8 +321,8 @@ class GraphedForward:
 
     def _exact_shape(self, batch: StepBatch) -> ForwardShape:
         step = StepShape.of(batch, self._attention.page_size)
-        is_adapted = self._function.is_gated and batch.has_masks
-        return ForwardShape(max(len(batch.reads), 1), step, len(batch.scored), is_adapted)
+        how = self._function.is_gated and batch.has_masks, batch.slots is not None
+        return ForwardShape(max(len(batch.reads), 1), step, len(batch.scored), *how)
 
     def _shape_for(self, batch: StepBatch) -> ForwardShape | None:
         if self._sizes is None or len(batch.rows) > self._sizes.max_rows:
@@ -318,7 +335,7 @@ class GraphedForward:
             num_states = sum(self._states.sizes(step.num_positions, step.num_rows))
         attention = sum(self._attention.sizes(step))
         sizes = step.num_positions, shape.num_reads, shape.num_scored
-        return InputSizes(*sizes, attention, num_states)
+        return InputSizes(*sizes, attention, num_states, step.num_positions * shape.has_loras)
 
     def _pack(
         self,
@@ -360,7 +377,9 @@ class GraphedForward:
         if self._states is not None:
             mixing = self._states.unpack(step.states, *sizes)
         return self._function.hidden(
-            step.ids, step.position_ids, metadata, mixing, has_masks=shape.is_adapted
+            *(step.ids, step.position_ids, metadata, mixing),
+            has_masks=shape.is_adapted,
+            slots=step.slots if shape.has_loras else None,
         )
 
     def _propose(self, logits: Tensor, step: StepInput[Tensor]) -> Tensor:

@@ -37,6 +37,8 @@ class StepInput(NamedTuple, Generic[Part]):
     """Attention metadata, as its backend packs it."""
     states: Part
     """The layout of recurrent layers, see `PackedStates`."""
+    slots: Part
+    """[positions], see `StepBatch`; empty in a step in which no LoRA adapter acts."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class InputSizes:
     num_scored: int
     num_attention: int
     num_states: int = 0
+    num_slots: int = 0
+    """Number of positions if LoRA adapters act in the step, else 0."""
 
     @property
     def total(self) -> int:
@@ -59,7 +63,7 @@ class InputSizes:
         """Integers of each part, in the order of `StepInput`."""
         positions, reads, scored = self.num_positions, self.num_reads, self.num_scored
         mixing = [self.num_attention, self.num_states]
-        return [positions, positions, reads, reads, reads, scored, scored, *mixing]
+        return [positions, positions, reads, reads, reads, scored, scored, *mixing, self.num_slots]
 
     def on_host(self, numbers: Tensor) -> StepInput[NDArray[np.int64]]:
         """Return the parts as arrays that share the memory of int64 [total] on the host."""
@@ -83,6 +87,7 @@ def fill(
     """
     parts.ids[:], parts.position_ids[:] = batch.ids, batch.position_ids
     parts.scored[:], parts.next_tokens[:] = batch.scored, next_tokens
+    parts.slots[:] = -1 if batch.slots is None else batch.slots
     positions = batch.reads
     num_reads = len(positions)
     assert num_reads <= len(parts.reads), "the step fits its shape"

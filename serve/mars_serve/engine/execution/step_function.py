@@ -9,7 +9,7 @@ from mars_platform.mixing.bind import AttentionCall, bound
 from mars_platform.mixing.head import Head, decoder_of
 from mars_platform.mixing.recurrent import Recurrence
 from mars_serve.engine.attention.interface import Attention
-from mars_serve.engine.decoder.adapter import step_gate
+from mars_serve.engine.decoder.adapter import step_adapters
 
 
 class StepFunction:
@@ -19,12 +19,17 @@ class StepFunction:
         """Take a model whose layers do not change any more."""
         self._decoder = decoder_of(model)  # the model's forward would wrap its output twice
         self._head, self._attention = Head(model), attention
-        self._gate = step_gate(model)
+        self._adapters = step_adapters(model)
 
     @property
     def is_gated(self) -> bool:
-        """Whether it matters if the adapter acts in a step."""
-        return self._gate is not None
+        """Whether it matters if an adapter acts in a step."""
+        return self._adapters is not None and self._adapters.mask_token_id is not None
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether positions may name slots of LoRA adapters."""
+        return self._adapters is not None and self._adapters.num_slots > 0
 
     def hidden(
         self,
@@ -34,15 +39,17 @@ class StepFunction:
         mixing: Recurrence | None = None,
         *,
         has_masks: bool = True,
+        slots: Tensor | None = None,
     ) -> Tensor:
         """Return the last layer's hidden states of all positions, [positions, hidden_size].
 
         ``ids``, of tokens, and ``position_ids`` are int64 [positions]. ``mixing`` runs the states
-        of recurrent layers; None if there are none. An adapter acts only if ``has_masks``, which
-        says that ``ids`` may hold the mask.
+        of recurrent layers; None if there are none. A draft adapter acts only if ``has_masks``,
+        which says that ``ids`` may hold the mask. ``slots``, int64 [positions], are those of LoRA
+        adapters, None if no row has one.
         """
-        if self._gate is not None:
-            self._gate.set(ids if has_masks else None)
+        if self._adapters is not None:
+            self._adapters.set(ids if has_masks else None, slots)
         positions = position_ids[None]
         inputs: dict[str, Any] = {"input_ids": ids[None], "position_ids": positions}
         if mixing is not None:

@@ -1,0 +1,120 @@
+"""Reads LoRA adapters for an engine's model, and keeps those that were read in main memory."""
+
+import hashlib
+from collections import OrderedDict
+from concurrent.futures import Future
+from pathlib import Path
+from threading import Lock
+
+import torch
+
+from mars_platform.checkpoint.adapted import refuse_other_base
+from mars_platform.checkpoint.adapter.files import WEIGHTS_FILE
+from mars_platform.checkpoint.adapter.lora import LoraWeights, read_lora
+from mars_platform.checkpoint.directory import Checkpoint, loader_of
+from mars_platform.checkpoint.metadata import ADAPTER_FILE, METADATA_FILE
+from mars_platform.errors import UserError, one_line
+from mars_serve.engine.request import LoraReference, Request
+from mars_serve.engine.settings import EngineSettings
+
+
+def reference_to(name: str, path: str | Path) -> LoraReference:
+    """Return a reference to a LoRA adapter as its files are now.
+
+    Raises:
+        UserError: a file is missing or cannot be read.
+    """
+    digest = hashlib.sha256()
+    for file in (ADAPTER_FILE, WEIGHTS_FILE, METADATA_FILE):
+        try:
+            with (Path(path) / file).open("rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+        except OSError as error:
+            if file != METADATA_FILE:
+                raise UserError(
+                    f"lora_path: {Path(path) / file} cannot be read ({one_line(error)}); name the "
+                    "directory of a LoRA adapter in peft's format"
+                ) from error
+    return LoraReference(name, str(path), digest.hexdigest())
+
+
+def read_weights(
+    lora: LoraReference, checkpoint: Checkpoint, settings: EngineSettings
+) -> LoraWeights:
+    """Read the weights of a LoRA adapter for a model.
+
+    Raises:
+        UserError: a file is missing, damaged or another than the reference means, or the adapter
+            does not fit the model or the slots.
+    """
+    if reference_to(lora.name, lora.path) != lora:
+        raise UserError(
+            f"model: the files of the LoRA adapter {lora.name!r} are others than when it was "
+            "loaded; load it again"
+        )
+    adapter = read_lora(lora.path)
+    if adapter.config.r > settings.max_lora_rank:
+        raise UserError(
+            f"model: the LoRA adapter {lora.name!r} has rank {adapter.config.r}, more than the "
+            f"{settings.max_lora_rank} that slots have room for; raise engine.max_lora_rank"
+        )
+    ours = checkpoint.metadata
+    if (theirs := adapter.metadata) is not None:
+        refuse_other_base(checkpoint, theirs.base, adapter.path)
+        if ours is not None and ours.mask_token_id != theirs.mask_token_id:
+            raise UserError(
+                f"model: the mask of the LoRA adapter {lora.name!r} is token "
+                f"{theirs.mask_token_id}, and that of the model is {ours.mask_token_id}; train it "
+                "on the model that is served"
+            )
+    with torch.device("meta"):
+        model = loader_of(checkpoint.config).from_config(checkpoint.config, trust_remote_code=False)
+    return adapter.weights(model)
+
+
+class LoraCache:
+    """Reads each adapter once for all requests that come with it, in whatever threads."""
+
+    def __init__(self, checkpoint: Checkpoint, settings: EngineSettings) -> None:
+        """Keep as many adapters as there are slots."""
+        self._checkpoint, self._settings = checkpoint, settings
+        self._lock = Lock()
+        self._known = OrderedDict[str, Future[LoraWeights]]()  # by the sum of their files
+
+    def has(self, request: Request) -> bool:
+        """Whether a request can be prepared at once."""
+        return request.lora is None or request.lora.sum in self._known
+
+    def prepare(self, request: Request) -> None:
+        """Give a request the weights of its LoRA adapter, if it names one.
+
+        Raises:
+            UserError: the engine has no slots, or the adapter is none that it can serve.
+        """
+        if request.lora is None or request.lora_weights is not None:
+            return
+        if not self._settings.max_loras:
+            raise UserError(
+                "model: this engine has no slots for LoRA adapters; set engine.max_loras"
+            )
+        request.lora_weights = self._weights(request.lora)
+
+    def _weights(self, lora: LoraReference) -> LoraWeights:
+        with self._lock:
+            known = self._known.get(lora.sum)
+            reading = self._known.setdefault(lora.sum, Future())
+            self._known.move_to_end(lora.sum)
+        if known is not None:
+            return known.result()
+        try:
+            weights = read_weights(lora, self._checkpoint, self._settings)
+        except BaseException as error:
+            with self._lock:  # another request may find the files in order
+                self._known.pop(lora.sum, None)
+            reading.set_exception(error)
+            raise
+        reading.set_result(weights)
+        with self._lock:
+            while len(self._known) > self._settings.max_loras:
+                self._known.popitem(last=False)  # requests that have its weights keep them
+        return weights
