@@ -113,7 +113,7 @@ def test_relative_paths_start_from_the_working_directory(files, monkeypatch, tmp
 def test_absolute_paths_urls_and_hub_ids_are_the_clusters(files):
     found = files(
         model={"base": "some/model"},
-        data={"train": ["s3://bucket/chats/*.parquet", "/data/chats"]},
+        data={"train": ["s3://bucket/chats/*.parquet", "/data/chats", "hub:a/b:test"]},
         checkpoints={"storage": "s3://bucket/checkpoints"},
     )
     assert found == {}

@@ -36,7 +36,7 @@ _VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_]
 def _check_texts(value: Any) -> Any:
     """Refuse a JSON value with a text that no tokenizer takes."""
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).encode()
     except UnicodeEncodeError as error:
         raise ValueError("must not hold half of a surrogate pair; mend the text") from error
     except RecursionError as error:

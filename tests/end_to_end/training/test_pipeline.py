@@ -74,17 +74,19 @@ def test_the_store_does_not_depend_on_files_and_their_format(tokenizer_path, tmp
     for index, size in enumerate(sizes):
         start = sum(sizes[:index])
         write_lines(tmp_path / "many" / f"{index}.jsonl", *lines[start : start + size])
-    rows = [json.loads(line) for line in lines]
+    rows = [{"chat": json.loads(line)["messages"]} for line in lines]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "chat.parquet")
     rows = [{"file": 0, "line": i, "content": line.encode()} for i, line in enumerate(lines, 1)]
     table = pa.Table.from_pylist(rows)
     encoded = encode_rows(table, str(tokenizer_path), settings_for(one)).to_pylist()
     expected = [(row["input_ids"], row["supervised"]) for row in encoded]
     fingerprints = set()
-    sources = {"one": one, "many": tmp_path / "many", "parquet": f"file://{tmp_path}/*.parquet"}
+    sources = {"one": one, "many": tmp_path / "many", "chat": f"file://{tmp_path}/*.parquet"}
     for name, source in sources.items():
         output = tmp_path / "tokens" / name
-        prepare(settings_for(source), tokenizer_path, output)
+        columns = {"messages": "chat"} if name == "chat" else {}
+        counts = prepare(settings_for(source, columns=columns), tokenizer_path, output)
+        assert counts.shapes == {"messages": 700}
         assert contents(output) == expected
         fingerprints.add(TokenStore(output).fingerprint)
     assert len(fingerprints) == 1

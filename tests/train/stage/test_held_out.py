@@ -87,6 +87,12 @@ def test_files_are_read_in_order_up_to_the_limit(tmp_path, start):
     assert len(held_out.rows) == 4
 
 
+def test_the_set_is_read_by_the_names_of_columns_that_training_data_has(tmp_path, start):
+    file = write(tmp_path / "a.jsonl", [{"chat": row["messages"]} for row in ROWS[:2]])
+    data = DATA.model_copy(update={"columns": {"messages": "chat"}})
+    assert len(read_held_out(settings_of(file), data, read_checkpoint(start)).rows) == 2
+
+
 def test_a_bad_row_is_refused_by_its_line(tmp_path, start):
     file = write(tmp_path / "a.jsonl", [ROWS[0], {"messages": []}])
     with pytest.raises(UserError, match=r"a\.jsonl:2: "):
