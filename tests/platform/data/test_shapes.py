@@ -34,6 +34,12 @@ def test_one_question_is_recognised_in_every_shape(name, shape):
     assert told(SHORT_ROWS[name]) == (PLAIN[1:3], None, shape)
 
 
+def test_a_system_turn_counts_more_than_the_column_and_an_empty_list_of_calls_is_none():
+    turns = [{**turn, "tool_calls": []} for turn in PLAIN]
+    assert told({"messages": turns, "system": "Be long."})[0] == PLAIN
+    assert told({"messages": PLAIN[1:], "system": ""})[0] == PLAIN[1:]
+
+
 @pytest.mark.parametrize(
     ("row", "columns"),
     [
