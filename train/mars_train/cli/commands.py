@@ -131,23 +131,60 @@ def data_check(
 
 
 def train(
-    config: Annotated[Path, typer.Argument(help="Recipe, a YAML file.")],
+    files: Annotated[
+        list[str], typer.Argument(help="Recipe, a YAML file; with --init, files of training data.")
+    ],
+    init: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL", help="Write a recipe that fits a model to the data, and do not train."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="File for the recipe of --init; by default it is printed.")
+    ] = None,
     set_: Overrides = None,
     page: Page = None,
     as_json: AsJson = False,
 ) -> None:
     """Run the stages of a training recipe on Ray Train.
 
-    Progress and messages go to standard error.
+    Progress and messages go to standard error. With --init a recipe is written instead, for the
+    hardware of this machine, with an estimate of tokens, memory and hours.
     """
     from mars_platform.cli.report import check_output_files, say
     from mars_platform.config import load_settings
     from mars_train.recipe import Recipe
     from mars_train.run.recipe_run import run_recipe
 
+    if init is not None:
+        _write_proposal(init, files, output)
+        return
+    if len(files) > 1 or output is not None:
+        raise UserError("train: one recipe is trained; several FILES and --output go with --init")
+    config = Path(files[0])
     check_output_files({"--html": page})
     model = run_recipe(load_settings(config, Recipe, set_ or []), Console(stderr=True), page)
     if as_json:
         typer.echo(json.dumps({"model": str(model)}))
     else:
         say(Console(), f"trained model: {model}")
+
+
+def _write_proposal(model: str, files: list[str], output: Path | None) -> None:
+    from mars_platform.cli.progress import working
+    from mars_platform.cli.report import say
+    from mars_train.run.proposal import Hardware, propose
+
+    if output is not None and output.exists():
+        raise UserError(f"--output: {output} is there already; name a new file")
+    console = Console(stderr=True)
+    with working("reading the data and trying the hardware", console):
+        proposal = propose(model, files, Hardware.here())
+    for line in proposal.estimate:
+        say(console, line)
+    if output is None:
+        typer.echo(proposal.text, nl=False)
+        return
+    output.write_text(proposal.text, encoding="utf-8")
+    say(console, f"{output}: train with marsray train {output}")
