@@ -31,8 +31,8 @@ _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 """Stands behind a text that is to be continued while the template runs."""
 _CONTINUES_NOT = (
     "messages: the chat template does not render this assistant turn as a continuation of its "
-    "generation prompt; set chat_template_kwargs as the turn was written, such as enable_thinking, "
-    "or use a template that does"
+    "generation prompt; set the row's chat_template_kwargs as the turn was written, such as "
+    "enable_thinking, or use a template that does"
 )
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -321,9 +321,12 @@ def _behind_opening(renderer: _Renderer, space: str, message: dict[str, Any], be
     is_apart = bool(message.get("reasoning_content"))
     if thinking is None:
         thought = space
+    elif is_apart:
+        thought = renderer.shielded(thinking).strip("\n")
     else:
-        thought = renderer.shielded(thinking) if is_apart else renderer.written(thinking)
-        thought = thought.strip("\n") if is_apart else thought.removeprefix(space)
+        thought = renderer.written(thinking)
+        if message["content"].lstrip().startswith(THINKING_BEGIN):
+            thought = thought.lstrip(space)
     if behind.startswith(THINKING_END):
         return "".join([thought, behind])
     gap = content[: len(content) - len(content.lstrip("\n"))]

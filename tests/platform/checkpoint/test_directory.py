@@ -269,9 +269,11 @@ def test_all_end_tokens_of_the_generation_config_count(plain_copy):
     assert read_checkpoint(plain_copy).special.eos == {2, 9}
 
 
-def test_the_end_token_of_the_tokenizer_suffices(plain_copy):
+def test_the_end_token_of_the_tokenizer_suffices_and_those_of_the_model_count(plain_copy):
     (plain_copy / "generation_config.json").unlink()
     assert read_checkpoint(plain_copy).special.eos == {2}
+    change(plain_copy / "config.json", eos_token_id=[9])
+    assert read_checkpoint(plain_copy).special.eos == {2, 9}
 
 
 @pytest.mark.parametrize(

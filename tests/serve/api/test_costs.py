@@ -223,7 +223,7 @@ OF_CHECKPOINTS = {
     "_BARRED", "_TAG", "_pattern", "_BYTE_FALLBACK", "CallGrammar", "_GENERATION",
 }  # fmt: skip
 """On texts of the checkpoint, which is trusted with them."""
-OF_DATA = {"_MARKS", "_NUMBER"}
+OF_DATA = {"_MARKS", "_NUMBER", "_PARTS", "_SPACE"}
 """On data to train on."""
 TRIED = {
     "_STAND_IN", "PromptEncoder", "_any_of", "_SHORT_ID", "_REGEX_META", "_UNSAFE", "_ID",

@@ -40,11 +40,9 @@ def encode(tokenizer_path):
     return make
 
 
-def encoder_of(tokenizer):
-    """Return the encoder of a model that ends its turns as ChatML does."""
-    return TrainingEncoder.of(
-        tokenizer, frozenset([tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids([TURN_END])])
-    )
+def encoder_of(tokenizer, end=TURN_END):
+    """Return the encoder of a model whose output ends at one token, by default ChatML's."""
+    return TrainingEncoder.of(tokenizer, frozenset([tokenizer.convert_tokens_to_ids(end)]))
 
 
 def supervised_text(tokenizer, row):
@@ -229,7 +227,7 @@ def test_turns_behind_prompts_that_are_too_long_are_cut_from_their_row(thinking,
 def check(tmp_path, tokenizer):
     """Check the first rows of a file, as the data of a recipe of one AR stage."""
 
-    def run(*lines, vocabulary_size=10_000, batch_size=1, **data):
+    def run(*lines, vocabulary_size=10_000, batch_size=1, end=TURN_END, **data):
         file = write_lines(tmp_path / "chat.jsonl", *lines)
         recipe = Recipe.model_validate(
             {
@@ -239,7 +237,7 @@ def check(tmp_path, tokenizer):
                 "output": "out",
             }
         )
-        check_first_rows(recipe, encoder_of(tokenizer), vocabulary_size)
+        check_first_rows(recipe, encoder_of(tokenizer, end), vocabulary_size)
 
     return run
 
@@ -272,6 +270,53 @@ UNUSABLE = "none of the 2 rows read is usable: "
 def test_first_rows_that_cannot_be_trained_on_are_refused(check, lines, data, problem):
     with pytest.raises(UserError, match=re.escape(problem)):
         check(*lines, **data)
+
+
+def test_rows_that_teach_no_end_are_refused_by_the_name_of_their_file(check):
+    with pytest.raises(UserError, match=r"learned from .*chat\.jsonl: .* add the token .* to eos_"):
+        check(GOOD, LONG, end="<|endoftext|>")
+    with pytest.raises(UserError, match=r"learned from .*chat\.jsonl: all conversations are cut"):
+        check(LONG, LONG, max_length=64)
+    check(LONG, GOOD, max_length=64)
+    with pytest.raises(UserError, match=r"learned from"):
+        check(*[GOOD] * 201, end="<|endoftext|>")
+    check(*[LONG] * 201, max_length=64)  # others may follow
+
+
+def test_what_a_template_leaves_out_is_noted(tmp_path, thinking):
+    thinking.chat_template = CHAT_TEMPLATE.replace(
+        "{{ message.content }}",
+        "{{ message.tool_calls[0].function.name if message.tool_calls else message.content }}",
+    ).replace("<|im_end|>", "{{ 'END' if message.name else '<|im_end|>' }}")
+    thinking.eos_token = TURN_END
+    thinking.save_pretrained(tmp_path)
+    call = {"id": "a", "function": {"name": "f", "arguments": {}}}
+    question = {"role": "user", "content": "Count"}
+    answers = [
+        {"content": "one"},
+        {"content": "one", "tool_calls": [call]},
+        {"content": "one", "name": "Ada"},
+        {"tool_calls": [call, call]},
+    ]
+    lines = [
+        json.dumps({"messages": [question, {"role": "assistant", **each}]}) for each in answers
+    ]
+    rows = [{"file": 0, "line": at, "content": each.encode()} for at, each in enumerate(lines, 1)]
+    found = encode_rows(
+        pa.Table.from_pylist(rows), str(tmp_path), DataSettings(train=["x"])
+    ).to_pylist()
+    assert [(row["status"], row["has_end"]) for row in found] == [
+        ("used", True),
+        ("noted", True),
+        ("noted", False),
+        ("dropped", None),
+    ]
+    place = "messages.1: the chat template"
+    assert [row["reason"] for row in found[1:3]] == [
+        f"{place} does not write the text of this turn",
+        f"{place} ends this turn with none of the model's end tokens",
+    ]
+    assert found[3]["reason"].startswith(f"{place} does not write all tool calls of this turn; ")
 
 
 def test_only_some_of_many_rows_are_encoded_beforehand(check):
