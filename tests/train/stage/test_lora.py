@@ -5,14 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from decoding.families import build_family
+from decoding.wrappers import build_wrapper
+from mars_platform.checkpoint.adapter.layers import adaptable_layers
 from mars_platform.checkpoint.adapter.lora import merge_lora, read_lora
+from mars_platform.checkpoint.adapter.settings import LoraSettings
 from mars_platform.checkpoint.directory import add_mask_token, load_model, read_checkpoint
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.checkpoint.metadata import METADATA_FILE
+from mars_train.stage.lora import add_lora
 from mars_train.stage.trainer import MODEL
 from mars_train.storage.directories import Storage
 from stage_runs import PROBE, STATES, build_job, run_stage, write_rows, write_start
@@ -140,6 +146,25 @@ def test_a_resumed_stage_ar_equals_an_uninterrupted_one_bit_for_bit(start, data,
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
     assert not (path / METADATA_FILE).exists()  # it drafts by its model's masks
     assert read_lora(path).weights(load_model(start)).mask_row is None
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "falcon_h1"])
+def test_every_layer_is_changed_also_where_peft_would_refuse_it_or_mean_experts(family):
+    model = build_family(family)
+    expected = set(adaptable_layers(model))
+    config = add_lora(model, LoraSettings(), None)
+    changed = {name for name, part in model.named_modules() if isinstance(part, LoraLayer)}
+    assert changed == expected
+    assert config.target_modules == sorted({name.rpartition(".")[2] for name in expected})
+    assert all(".lora_" in name for name, each in model.named_parameters() if each.requires_grad)
+
+
+def test_a_tower_for_images_stays_as_it_is():
+    model = build_wrapper("gemma3")
+    config = add_lora(model, LoraSettings(target_modules=["q_proj"]), None)
+    changed = [name for name, part in model.named_modules() if isinstance(part, LoraLayer)]
+    assert changed == [f"model.language_model.layers.{n}.self_attn.q_proj" for n in (0, 1)]
+    assert config.target_modules == changed
 
 
 def test_an_output_layer_is_refused_rather_than_left_out(start, data, tmp_path):

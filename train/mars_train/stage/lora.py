@@ -8,7 +8,7 @@ layer is tied to the embedding, it has the same row. Imports no Ray.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from mars_platform.checkpoint.adapter.layers import adaptable_layers, resolve_ta
 from mars_platform.checkpoint.adapter.lora import LoraWeights
 from mars_platform.checkpoint.adapter.settings import AdapterMetadata, LoraSettings
 from mars_platform.checkpoint.metadata import METADATA_FILE
+from mars_platform.mixing.head import layers_of
 
 _FIRST, _SECOND, _ROW = ".lora_A.default.weight", ".lora_B.default.weight", ".mask_row"
 
@@ -80,22 +81,31 @@ def add_lora(
         UserError: the model has no layer of some name in ``target_modules``.
     """
     targets = resolve_targets(model, settings, "lora")
-    names = [name for name in adaptable_layers(model) if name.rpartition(".")[2] in targets]
+    names = [name for name in adaptable_layers(model) if _leaf(name) in targets]
+    others = [name for name, _ in model.named_modules() if name not in names]
+    layers: Any = layers_of(model)
+    prefix = _name_of(model, layers) + "."
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
-        target_modules=names,  # whole names, since a tower for images may have layers of the same
+        target_modules=[name.removeprefix(prefix) for name in names],
         task_type="CAUSAL_LM",
     )
-    inject_adapter_in_model(config, model)
+    model.requires_grad_(False)
+    # Of some whole models peft would refuse layers of Mamba, for kernels that no stage takes, or
+    # mean their experts by the names of other layers.
+    layers.is_loaded_in_4bit = settings.quantization is not None
+    inject_adapter_in_model(config, layers)
+    is_unique = not any(_leaf(name) in targets for name in others)
+    config.target_modules = targets if is_unique else names  # a tower for images may have the same
     for parameter in model.parameters():
         if parameter.requires_grad:  # peft takes a narrower type beside weights of 4 bits
             parameter.data = parameter.data.float()
     if mask_token_id is not None:
         _train_row(model, mask_token_id)
         name = _name_of(model, model.get_input_embeddings())
-        config.trainable_token_indices = {name.rpartition(".")[2]: [mask_token_id]}
+        config.trainable_token_indices = {_leaf(name): [mask_token_id]}
     return config
 
 
@@ -106,6 +116,10 @@ def _train_row(model: PreTrainedModel, token_id: int) -> None:
     for layer in (embedding, output) if is_tied else (embedding,):
         parent, _, name = _name_of(model, layer).rpartition(".")
         setattr(model.get_submodule(parent), name, TrainedRow(layer, token_id, row))
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _name_of(model: nn.Module, wanted: nn.Module) -> str:

@@ -231,12 +231,14 @@ def adaptable_layers(model: PreTrainedModel) -> dict[str, nn.Linear]:
 def _linears(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
     """Yield the linear layers of attention and MLP, with their parents and names there.
 
-    An engine absorbs the expansion of latents, so that no adapter can act in it.
+    An engine absorbs the expansion of latents, so that no adapter can act in it; nor can one in a
+    layer of Gemma 3n whose weight alone is read.
     """
     for parent in layers_of(model).modules():
         for name, child in parent.named_children():
             # bitsandbytes has a class of its own, and others mean something else
             is_plain = type(child) is nn.Linear or type(child).__name__ == "Linear4bit"
             is_absorbed = name == EXPANSION and is_latent(parent)
-            if isinstance(child, nn.Linear) and is_plain and not is_absorbed:
+            is_called = not is_absorbed and name != "correction_coefs"
+            if isinstance(child, nn.Linear) and is_plain and is_called:
                 yield parent, name, child
