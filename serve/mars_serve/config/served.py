@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncGenerator
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,9 +23,10 @@ from mars_platform.checkpoint.metadata import locate_model
 from mars_platform.checkpoint.number_type import stored_dtype
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode, default_mode
+from mars_serve.config.loras import LoraChanges, LoraNames
 from mars_serve.config.settings import ModelSettings
 from mars_serve.engine.outputs import StepOutput
-from mars_serve.engine.request import Request
+from mars_serve.engine.request import LoraReference, Request
 from mars_serve.engine.settings import CPU_PAGES
 
 if TYPE_CHECKING:  # importing torch takes seconds, and a replica's process does not need it
@@ -106,6 +108,14 @@ class Backend(Protocol):
     async def picture(self, since_s: int | None) -> Picture:
         """Return what was added to the dashboard's picture since a time; all of it if None."""
 
+    async def loras(self, known: LoraChanges) -> LoraChanges:
+        """Return the latest changes of the model's LoRA adapters, which may be ``known``."""
+
+    async def change_lora(
+        self, known: LoraChanges, name: str, lora: LoraReference | None
+    ) -> LoraChanges:
+        """Load a LoRA adapter, or unload it if None, and return the latest changes."""
+
 
 def with_dtype(settings: ModelSettings) -> ModelSettings:
     """Return settings in which ``dtype: auto`` has become the checkpoint's own number type.
@@ -145,7 +155,10 @@ class ServedModel:
     backend: Backend
     created: int
     """Unix time in seconds at which the model was loaded into this server."""
-
+    loras: LoraNames = field(default_factory=LoraNames, compare=False)
+    """LoRA adapters of the model."""
+    lora: LoraReference | None = None
+    """LoRA adapter that acts on the model; None for the model itself."""
     prompts: PromptEncoder = field(init=False, compare=False)
     """Encoder of prompts; making it takes a tenth of a second for 250 control tokens."""
     thinking: ThinkingTokens | None = field(init=False, compare=False)
@@ -166,6 +179,29 @@ class ServedModel:
         object.__setattr__(self, "thinking", thinking)
         object.__setattr__(self, "prompts", PromptEncoder(self.checkpoint.tokenizer, ids))
 
+    @property
+    def name(self) -> str:
+        """Name that requests give as ``model``."""
+        return self.lora.name if self.lora else self.settings.name
+
+    def with_lora(self, lora: LoraReference) -> ServedModel:
+        """Return the model with one of its LoRA adapters; all else is the model's."""
+        adapted = copy(self)
+        object.__setattr__(adapted, "lora", lora)
+        return adapted
+
+    def read_lora(self, name: str, path: Path) -> LoraReference:
+        """Return a reference to a LoRA adapter that fits the model.
+
+        Raises:
+            UserError: it cannot be read, or does not fit.
+        """
+        from mars_serve.engine.lora_cache import read_weights, reference_to
+
+        lora = reference_to(name, path)
+        read_weights(lora, self.checkpoint, self.settings.engine)
+        return lora
+
     @cached_property
     def switches(self) -> frozenset[str]:
         """Variables of the chat template that turn thinking on and off, or say how much of it."""
@@ -177,7 +213,7 @@ class ServedModel:
     def root(self) -> str:
         """Hub id of the model; its name if it is a directory, whose path clients are not told."""
         path = self.settings.path
-        return self.settings.name if self.checkpoint.path == Path(path) else path.partition("@")[0]
+        return self.name if self.checkpoint.path == Path(path) else path.partition("@")[0]
 
     @property
     def adapter_name(self) -> str | None:

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from mars_autoscale.policy.settings import InnerSettings, OuterSettings
 from mars_platform.cluster.settings import ClusterSettings
@@ -15,6 +15,9 @@ from mars_platform.config import Settings
 from mars_platform.method.mode import Mode
 from mars_serve.config.key_file import KeyEntries, KeyEntry, parse_keys
 from mars_serve.engine.settings import EngineSettings
+
+_MOST_SLOTS = 8
+"""Most slots for LoRA adapters that settings get which give no number."""
 
 
 def _absolute(path: Path) -> Path:
@@ -65,6 +68,15 @@ class AutoscalingSettings(OuterSettings):
     """Number of requests per replica that policy ``ongoing_requests`` aims at."""
 
 
+class LoraSettings(Settings):
+    """A LoRA adapter, which acts at all positions of the requests that name it."""
+
+    name: str = Field(min_length=1, max_length=128)
+    """Name that requests give as ``model``."""
+    path: str
+    """Directory of the adapter in peft's format, on each machine that runs replicas."""
+
+
 ReasoningField = Literal["reasoning_content", "reasoning"]
 
 
@@ -80,6 +92,12 @@ class ModelSettings(Settings):
     adapter: str | None = None
     """Directory of an adapter of the model, by ``marsray train``, that acts at masks only: modes ar
     and exact give the output of the model itself. Files of ``marsray calibrate`` lie there."""
+    loras: list[LoraSettings] = Field(default_factory=list)
+    """LoRA adapters of the model, each of which requests name like a model. Further ones may be
+    loaded while the server runs."""
+    lora_directories: list[str] = Field(default_factory=list)
+    """Directories below which LoRA adapters may be loaded from while the server runs; by default
+    none may."""
     mode: Mode | None = None
     """Decoding mode of requests that name neither a mode nor a τ. By default it is ``exact``, whose
     output is that of one-token decoding, or ``threshold`` if ``confidence_threshold`` is set here
@@ -109,10 +127,21 @@ class ModelSettings(Settings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number type of weights, keys and values; ``auto`` is the one that the checkpoint is stored
     in."""
-    engine: EngineSettings = EngineSettings()
+    engine: EngineSettings = Field(default=EngineSettings(), validate_default=True)
+
+    @field_validator("engine")
+    @classmethod
+    def _with_slots(cls, engine: EngineSettings, info: ValidationInfo) -> EngineSettings:
+        """Give as many slots as there are LoRA adapters, if the settings give no number."""
+        loras = info.data.get("loras", [])
+        if not loras or "max_loras" in engine.model_fields_set:
+            return engine
+        return engine.model_copy(update={"max_loras": min(len(loras), _MOST_SLOTS)})
 
     @model_validator(mode="after")
     def _consistent(self) -> ModelSettings:
+        if self.loras and not self.engine.max_loras:
+            raise ValueError("engine.max_loras: it is 0, and there are loras; raise it")
         if self.autoscaling is not None and self.is_governed:
             self._check_target(self.autoscaling)
         elif self.confidence_threshold < (floor := self.tiers.default_min_threshold):
@@ -292,8 +321,9 @@ class ServeSettings(Settings):
     @model_validator(mode="after")
     def _consistent(self) -> ServeSettings:
         names = [model.name for model in self.models]
+        names += [lora.name for model in self.models for lora in model.loras]
         if len(set(names)) < len(names):
-            raise ValueError(f"models: names must differ, got {names}")
+            raise ValueError(f"models: names must differ, also of loras, got {names}")
         if not (self.keys.are_given or self.insecure or self.is_local):
             raise ValueError(
                 f"host: {self.host} is reachable from other machines and there are no keys; use "

@@ -28,8 +28,10 @@ from mars_autoscale.policy.outer_loop import (
     SavedState,
 )
 from mars_autoscale.policy.reports import REPORT_VERSION, IngressReport, ReplicaReport
+from mars_serve.config.loras import LoraChanges
 from mars_serve.config.served import Explanation, Picture, PublishedThreshold
 from mars_serve.control.dashboard import ModelDashboard
+from mars_serve.engine.request import LoraReference
 
 WAIT_S = 10.0
 """Longest time in seconds that one call of `Governor.wait` waits; the next call shows that the
@@ -64,6 +66,7 @@ class Governor:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """The tasks that take each model's decisions."""
         self._dashboards: dict[str, ModelDashboard] = {}
+        self._loras: dict[str, LoraChanges] = {}
         self._changed = asyncio.Event()
         self.last_wait = time.monotonic()
         """Time at which a replica last called `wait`."""
@@ -129,6 +132,23 @@ class Governor:
         self._advance(model, dashboard)
         if model in self._loops:
             self._loops[model].hear_ingress(now_s, report)
+
+    async def loras(self, model: str, known: LoraChanges) -> LoraChanges:
+        """Return the latest changes of a model's LoRA adapters, which may be the caller's ``known``
+        ones: a governor that was started again learns them so.
+        """
+        own = self._loras.setdefault(model, known)
+        if known.version > own.version:
+            self._loras[model] = known
+        return self._loras[model]
+
+    async def change_lora(
+        self, model: str, known: LoraChanges, name: str, lora: LoraReference | None
+    ) -> LoraChanges:
+        """Load a LoRA adapter of a model, or unload it if None, and return the latest changes."""
+        changes = (await self.loras(model, known)).with_change(name, lora)
+        self._loras[model] = changes
+        return changes
 
     async def tick(
         self,

@@ -22,6 +22,7 @@ async def report_forever(
     client: GovernorClient,
     method: str,
     reports: Callable[[], Iterable[tuple[Any, ...]]],
+    take: Callable[[list[Any]], None] = lambda _: None,
 ) -> None:
     """Report again and again.
 
@@ -32,11 +33,13 @@ async def report_forever(
         client: leads to the governor.
         method: name of a method of `Governor`.
         reports: returns the arguments of one call or several.
+        take: takes the answers to these calls.
     """
     while True:
         try:
             async with asyncio.timeout(_ANSWER_S):
-                await asyncio.gather(*(client.call(method, *each) for each in reports()))
+                calls = (client.call(method, *each) for each in reports())
+                take(await asyncio.gather(*calls))
             pause_s = _PERIOD_S
         except UNREACHABLE as error:
             _log.warning("the governor does not take reports: %s", error)
@@ -48,8 +51,11 @@ async def report_forever(
 
 
 def report_in_thread(
-    application: str, method: str, reports: Callable[[], Iterable[tuple[Any, ...]]]
+    application: str,
+    method: str,
+    reports: Callable[[], Iterable[tuple[Any, ...]]],
+    take: Callable[[list[Any]], None] = lambda _: None,
 ) -> None:
     """Report from a daemon thread until the process ends; see `report_forever`."""
-    run = report_forever(GovernorClient(application), method, reports)
+    run = report_forever(GovernorClient(application), method, reports, take)
     threading.Thread(target=asyncio.run, args=[run], name="reports", daemon=True).start()

@@ -22,10 +22,12 @@ from mars_autoscale.ray.ongoing_policy import ongoing_requests
 from mars_autoscale.ray.ray_policy import JointPolicy
 from mars_platform.checkpoint.metadata import pin_model, pin_path
 from mars_platform.config import build_settings
+from mars_serve.config.loras import LoraChanges, LoraNames
 from mars_serve.config.served import ServedModel, read_served, with_dtype
 from mars_serve.config.settings import ModelSettings, ServeSettings
 from mars_serve.control.reporting import report_in_thread
 from mars_serve.deploy.backend import ReplicaBackend
+from mars_serve.engine.lora_cache import reference_to
 from mars_serve.observability.ingress_telemetry import IngressTelemetry
 from mars_serve.observability.ray_metrics import RayMirror
 from mars_serve.replica.replica import ModelReplica
@@ -66,6 +68,7 @@ class Ingress:
                 read_served(model),
                 self._backends[model.name],
                 created,
+                LoraNames({each.name: reference_to(each.name, each.path) for each in model.loras}),
             )
             for model in settings.models
         }
@@ -99,6 +102,22 @@ class Ingress:
             ]
 
         report_in_thread(self._application, "report_ingress", reports)
+        self._follow_loras()
+
+    def _follow_loras(self) -> None:
+        """Hear of LoRA adapters that are loaded and unloaded by way of any ingress replica."""
+        models = [each for each in self._models.values() if each.settings.engine.max_loras]
+
+        def known() -> list[tuple[str, LoraChanges]]:
+            return [(model.settings.name, model.loras.changes) for model in models]
+
+        def take(found: list[LoraChanges]) -> None:
+            for model, changes in zip(models, found, strict=True):
+                if changes.version >= model.loras.changes.version:
+                    model.loras.changes = changes
+
+        if models:
+            report_in_thread(self._application, "loras", known, take)
 
 
 def application(args: dict[str, Any]) -> Application:
@@ -137,7 +156,9 @@ def build_application(settings: ServeSettings) -> Application:
 
 def _pinned(model: ModelSettings) -> ModelSettings:
     adapter = None if model.adapter is None else pin_path(model.adapter)
-    return model.model_copy(update={"path": pin_model(model.path), "adapter": adapter})
+    loras = [each.model_copy(update={"path": pin_path(each.path)}) for each in model.loras]
+    parts = {"path": pin_model(model.path), "adapter": adapter, "loras": loras}
+    return model.model_copy(update=parts)
 
 
 def _share_of_cores(models: list[ModelSettings]) -> int:

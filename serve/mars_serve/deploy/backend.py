@@ -15,6 +15,7 @@ from ray.serve.handle import DeploymentHandle
 from mars_autoscale.policy.reports import ReplicaReport
 from mars_platform.cluster.ray_private import answers_of_replicas
 from mars_platform.tier import Tier
+from mars_serve.config.loras import LoraChanges
 from mars_serve.config.served import Explanation, Picture, PublishedThreshold
 from mars_serve.config.settings import ModelSettings
 from mars_serve.control.governor_actor import GovernorClient
@@ -22,7 +23,7 @@ from mars_serve.deploy.engine_clients import EngineClients
 from mars_serve.deploy.queue import RequestQueue
 from mars_serve.engine.ipc.client import EngineDied, EngineSilent, QueueTimeout
 from mars_serve.engine.outputs import StepOutput
-from mars_serve.engine.request import Request
+from mars_serve.engine.request import LoraReference, Request
 
 _MAX_MOVES = 2
 """Times that a request is sent elsewhere whose engine died or fell silent."""
@@ -139,6 +140,18 @@ class ReplicaBackend:
     async def picture(self, since_s: int | None) -> Picture:
         """Return what the governor has added to the dashboard's picture since a time."""
         found: Picture = await self._govern("picture", self._model, since_s)
+        return found
+
+    async def loras(self, known: LoraChanges) -> LoraChanges:
+        """Return the latest changes of the model's LoRA adapters."""
+        found: LoraChanges = await self._govern("loras", self._model, known)
+        return found
+
+    async def change_lora(
+        self, known: LoraChanges, name: str, lora: LoraReference | None
+    ) -> LoraChanges:
+        """Load or unload a LoRA adapter, and return the latest changes."""
+        found: LoraChanges = await self._govern("change_lora", self._model, known, name, lora)
         return found
 
     def arrivals(self) -> tuple[int, int]:

@@ -72,7 +72,7 @@ def serving(settings: ServeSettings, console: Console) -> Iterator[None]:
 def _look_over_models(settings: ServeSettings, console: Console) -> None:
     """Refuse what the files' names and ``mars.json`` show; replicas read the rest.
 
-    An adapter is looked over as a whole, since it is small and easily paired with another model.
+    Adapters are looked over as a whole, since they are small and easily paired with another model.
     """
     for model in settings.models:
         path, metadata = read_metadata_of(model.path)
@@ -86,6 +86,13 @@ def _look_over_models(settings: ServeSettings, console: Console) -> None:
                 f"model {model.name}: {path} has no mars.json, so it is served as plain AR; "
                 "threshold mode is refused",
             )
+        if model.loras:
+            from mars_platform.checkpoint.adapted import read_model
+            from mars_serve.engine.lora_cache import read_weights, reference_to
+
+            checkpoint = read_model(path, model.adapter)
+            for lora in model.loras:
+                read_weights(reference_to(lora.name, lora.path), checkpoint, model.engine)
 
 
 def _refuse_taken_port(host: str, port: int) -> None:

@@ -1,6 +1,7 @@
 """Reads LoRA adapters for an engine's model, and keeps those that were read in main memory."""
 
 import hashlib
+import logging
 from collections import OrderedDict
 from concurrent.futures import Future
 from pathlib import Path
@@ -17,6 +18,8 @@ from mars_platform.errors import UserError, one_line
 from mars_serve.engine.request import LoraReference, Request
 from mars_serve.engine.settings import EngineSettings
 
+_log = logging.getLogger(__name__)
+
 
 def reference_to(name: str, path: str | Path) -> LoraReference:
     """Return a reference to a LoRA adapter as its files are now.
@@ -32,7 +35,7 @@ def reference_to(name: str, path: str | Path) -> LoraReference:
         except OSError as error:
             if file != METADATA_FILE:
                 raise UserError(
-                    f"lora_path: {Path(path) / file} cannot be read ({one_line(error)}); name the "
+                    f"{Path(path) / file} cannot be read ({one_line(error)}); name the "
                     "directory of a LoRA adapter in peft's format"
                 ) from error
     return LoraReference(name, str(path), digest.hexdigest())
@@ -83,10 +86,13 @@ class LoraCache:
 
     def has(self, request: Request) -> bool:
         """Whether a request can be prepared at once."""
-        return request.lora is None or request.lora.sum in self._known
+        known = request.lora and self._known.get(request.lora.sum)
+        return request.lora is None or (known is not None and known.done())
 
     def prepare(self, request: Request) -> None:
         """Give a request the weights of its LoRA adapter, if it names one.
+
+        Clients are not told of paths, so the log alone has the reason why one cannot be used.
 
         Raises:
             UserError: the engine has no slots, or the adapter is none that it can serve.
@@ -108,11 +114,16 @@ class LoraCache:
             return known.result()
         try:
             weights = read_weights(lora, self._checkpoint, self._settings)
-        except BaseException as error:
+        except Exception as error:
+            _log.warning("the LoRA adapter %s cannot be used: %s", lora.name, error)
+            refusal = UserError(
+                f"model: the files of the LoRA adapter {lora.name!r} cannot be used where the "
+                "model runs; its log tells why"
+            )
             with self._lock:  # another request may find the files in order
                 self._known.pop(lora.sum, None)
-            reading.set_exception(error)
-            raise
+            reading.set_exception(refusal)
+            raise refusal from error
         reading.set_result(weights)
         with self._lock:
             while len(self._known) > self._settings.max_loras:

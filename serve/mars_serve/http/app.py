@@ -15,6 +15,7 @@ from mars_serve.http.endpoints.admin import admin_router
 from mars_serve.http.endpoints.dashboard import dashboard_router
 from mars_serve.http.endpoints.generation import generation_router
 from mars_serve.http.endpoints.information import information_router
+from mars_serve.http.endpoints.loras import loras_router
 from mars_serve.http.endpoints.metrics import metrics_router
 from mars_serve.http.endpoints.tokens import tokens_router
 from mars_serve.http.middleware.errors import add_error_handlers
@@ -64,6 +65,7 @@ def create_app(
     app.include_router(information_router(models))
     app.include_router(about_router(models, settings.limits))
     app.include_router(admin_router(models))
+    app.include_router(loras_router(models))
     app.include_router(dashboard_router(models))
     app.include_router(metrics_router(models, telemetry))
     app.include_router(generation_router(models, settings.limits, threads, places))

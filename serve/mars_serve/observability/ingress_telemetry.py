@@ -25,6 +25,15 @@ _MOVES = MetricDefinition(
     "marsray_moves_total",
     "Times that an output was sent to another replica, because one died or did not answer.",
 )
+_LORA_REQUESTS = MetricDefinition(
+    "marsray_lora_requests_total", "Requests to generate with a LoRA adapter of a model."
+)
+_LORA_TOKENS = MetricDefinition(
+    "marsray_lora_tokens_total", "Output tokens of requests with a LoRA adapter of a model."
+)
+_MOST_LORAS = 256
+"""Most names of LoRA adapters that are counted apart; others count as \"\", since names may come
+and go."""
 _QUEUED = MetricDefinition(
     "marsray_num_requests_queued",
     "Requests at this ingress replica that no engine has begun, by tier.",
@@ -44,6 +53,8 @@ class IngressTelemetry(Collector):
         self._requests = Counter[tuple[str, ...]]()
         self._rejections = Counter[tuple[str, ...]]()
         self._moves = Counter[tuple[str, ...]]()
+        self._lora_requests = Counter[tuple[str, ...]]()
+        self._lora_tokens = Counter[tuple[str, ...]]()
         self._queues: Mapping[str, Callable[[], Mapping[Tier, int]]] = {}
 
     def count(self, model: str | None, outcome: str) -> None:
@@ -57,6 +68,14 @@ class IngressTelemetry(Collector):
     def count_moves(self, model: str | None, num: int) -> None:
         """Count how often the outputs of a request were sent to another replica."""
         self._moves[(self._known(model),)] += num
+
+    def count_lora(self, model: str | None, lora: str, num_tokens: int) -> None:
+        """Count a request with a LoRA adapter, and its output tokens."""
+        label = self._known(model), lora
+        if label not in self._lora_requests and len(self._lora_requests) >= _MOST_LORAS:
+            label = self._known(model), ""
+        self._lora_requests[label] += 1
+        self._lora_tokens[label] += num_tokens
 
     def watch_queues(self, queues: Mapping[str, Callable[[], Mapping[Tier, int]]]) -> None:
         """Report what waits in some models' queues by tier, too; any thread may ask them."""
@@ -78,6 +97,8 @@ class IngressTelemetry(Collector):
         yield _REQUESTS.counter(self._samples(self._requests), "outcome")
         yield _REJECTIONS.counter(self._samples(self._rejections), "status", "code")
         yield _MOVES.counter(self._samples(self._moves))
+        yield _LORA_REQUESTS.counter(self._samples(self._lora_requests), "lora")
+        yield _LORA_TOKENS.counter(self._samples(self._lora_tokens), "lora")
         waiting: dict[tuple[str, ...], int] = {
             (model, tier.value): count
             for model, by_tier in self._queues.items()

@@ -16,6 +16,7 @@ from decoding.local_engine_client import LocalEngineClient
 from mars_autoscale.policy.reports import ReplicaReport
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method.mode import LiveDecoding
+from mars_serve.config.loras import LoraChanges
 from mars_serve.config.served import (
     Backend,
     Explanation,
@@ -27,7 +28,7 @@ from mars_serve.config.settings import ModelSettings, ServeSettings
 from mars_serve.control.governor import Governor
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.outputs import StepOutput
-from mars_serve.engine.request import Request
+from mars_serve.engine.request import LoraReference, Request
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.http.app import create_app
 from mars_serve.observability.replica_telemetry import ReplicaTelemetry
@@ -80,6 +81,14 @@ class SingleEngineBackend:
         """Report the engine to a real governor, and return its picture."""
         await self.governor.report("model", self._replica.report(), None)
         return await self.governor.picture("model", since_s)
+
+    async def loras(self, known: LoraChanges) -> LoraChanges:
+        return await self.governor.loras("model", known)
+
+    async def change_lora(
+        self, known: LoraChanges, name: str, lora: LoraReference | None
+    ) -> LoraChanges:
+        return await self.governor.change_lora("model", known, name, lora)
 
 
 class BrokenBackend:

@@ -165,7 +165,7 @@ class ResponseBuilder:
             "id": self.id,
             "object": kind,
             "created": self.created,
-            "model": self.model.settings.name,
+            "model": self.model.name,
             "system_fingerprint": _fingerprint(self.model),
         }
         return head if self.tier is None else {**head, "service_tier": self.tier}

@@ -251,7 +251,8 @@ def _is_auditable(request: Request) -> bool:
     """Whether a request may be audited, and τ has the meaning that frontiers give it."""
     options = request.options
     is_usual = options.confidence is Confidence.PROBABILITY and not options.calibrated
-    return request.may_be_audited and options.mode is Mode.THRESHOLD and is_usual
+    is_frontiers = options.mode is Mode.THRESHOLD and is_usual and request.lora is None
+    return request.may_be_audited and is_frontiers
 
 
 def _again(sample: _Sample, name: str, *, to_the_end: bool) -> Request:

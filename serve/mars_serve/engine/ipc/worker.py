@@ -330,7 +330,7 @@ class EngineWorker:
             assert isinstance(order, Request)
             order.arrived_at = time.monotonic() - order.waited_s
             self._connections.received(order.id, connection)
-            if order.options.grammar is None:
+            if order.options.grammar is None and self._engine.loras.has(order):
                 self._take_request(order)
             else:
                 self._compiling.add(order.id)

@@ -96,6 +96,9 @@ class AboutModel(Shape):
 
     model: str
     modes: list[Mode]
+    parent: str | None
+    """Name of the model that a LoRA adapter acts on, whose frontier, card and examples these are;
+    null for a model."""
     mode: Mode
     """Mode of requests that name neither a mode nor a τ."""
     confidence_threshold: float
@@ -134,7 +137,7 @@ def about_router(models: Mapping[str, ServedModel], limits: LimitSettings) -> AP
         """Tell what a model can do, its measured frontier, its card and example prompts."""
         served, caller = find_model(models, model), request.state.caller
         live, files = await asyncio.gather(
-            served.backend.live_threshold(), recent[model](_MAX_AGE_S)
+            served.backend.live_threshold(), recent[served.settings.name](_MAX_AGE_S)
         )
         return JSONResponse(
             {
@@ -152,7 +155,8 @@ def about_router(models: Mapping[str, ServedModel], limits: LimitSettings) -> AP
 def _abilities(model: ServedModel) -> dict[str, Any]:
     checkpoint, settings = model.checkpoint, model.settings
     return {
-        "model": settings.name,
+        "model": model.name,
+        "parent": settings.name if model.lora else None,
         "modes": modes_of(model),
         "mode": model.default_mode,
         "adapter": model.adapter_name,

@@ -126,9 +126,10 @@ def _begin(
     record: RequestRecord = request.state.record
     record.model, record.stream = body.model, bool(body.stream)
     model = find_model(models, body.model)
+    record.model, record.lora = model.settings.name, model.lora and model.lora.name
     body.refuse_unsupported()
     num_choices = check_num_choices(body, num_prompts, limits)
-    caller, of_model, held = request.state.caller, places[body.model], request.state.places
+    caller, of_model, held = request.state.caller, places[record.model], request.state.places
     held.close()
     held.enter_context(of_model.take(caller, num_choices))
     return _Call(body, model, caller, limits, record, of_model, held, request.state.load)
@@ -242,6 +243,7 @@ class _Call:
                 with_seed_of(options, number),
                 tenant=self.caller.tenant,
                 cache_salt=self.body.cache_salt or "",
+                lora=self.model.lora,
                 key=self.caller.name,
                 session=self._session,
                 deadline_s=self._deadline_s,

@@ -80,6 +80,8 @@ class ModelEntry(Shape):
     name."""
     max_model_len: int
     """Largest number of prompt and output tokens together."""
+    parent: str | None
+    """Name of the model that a LoRA adapter acts on; null for a model."""
     mars: ModelAbilities
 
 
@@ -129,7 +131,12 @@ def information_router(models: Mapping[str, ServedModel]) -> APIRouter:
     @router.get("/v1/models", responses=errors_described())
     async def list_models() -> ModelList:
         """List the models that requests can name."""
-        return ModelList(object="list", data=[_model_entry(model) for model in models.values()])
+        found = [
+            each
+            for model in models.values()
+            for each in (model, *map(model.with_lora, model.loras.current.values()))
+        ]
+        return ModelList(object="list", data=[_model_entry(model) for model in found])
 
     # a name may contain slashes
     @router.get("/v1/models/{model:path}", responses=errors_described())
@@ -148,12 +155,15 @@ def _answer_head(router: APIRouter) -> None:
 
 
 def find_model(models: Mapping[str, ServedModel], name: str) -> ServedModel:
-    """Return the model with a name.
+    """Return the model with a name, which may be that of a LoRA adapter.
 
     Raises:
         ApiError: status 404: there is no such model.
     """
     if name not in models:
+        for model in models.values():
+            if (lora := model.loras.current.get(name)) is not None:
+                return model.with_lora(lora)
         names = ", ".join(models)
         message = f"model: there is no {clipped(name, _MAX_NAME)!r} here; this server has {names}"
         raise ApiError(404, message, param="model", code="model_not_found")
@@ -179,12 +189,13 @@ def _replica_state(report: ReplicaReport) -> ReplicaState:
 def _model_entry(model: ServedModel) -> ModelEntry:
     metadata = model.checkpoint.metadata
     return ModelEntry(
-        id=model.settings.name,
+        id=model.name,
         object="model",
         created=model.created,
         owned_by="marsray",
         root=model.root,
         max_model_len=model.max_length,
+        parent=model.settings.name if model.lora else None,
         mars=ModelAbilities(
             modes=modes_of(model),
             block_size=metadata.block_size if metadata else None,

@@ -104,6 +104,9 @@ class RecordMiddleware:
                 self._telemetry.count_rejection(record.model, exchange.status, record.error_code)
             if record.moves:
                 self._telemetry.count_moves(record.model, record.moves)
+            if record.lora:
+                num_tokens = record.completion_tokens or 0
+                self._telemetry.count_lora(record.model, record.lora, num_tokens)
         if self._logs and not (exchange.path in _PROBES and exchange.status == 200):
             level = logging.ERROR if outcome == "error" else logging.INFO
             fields = _log_fields(record, exchange, outcome, level)

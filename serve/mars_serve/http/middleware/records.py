@@ -33,6 +33,8 @@ class RequestRecord:
     """The client's X-Request-Id, or a new id; the response returns it."""
     key: str | None = None
     model: str | None = None
+    lora: str | None = None
+    """Name of the LoRA adapter that acts on the model."""
     stream: bool | None = None
     mode: str | None = None
     threshold_mean: float | None = None

@@ -1,0 +1,42 @@
+"""The LoRA adapters of a model that requests can name.
+
+Imports no Ray, torch or HTTP library.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mars_serve.engine.request import LoraReference
+
+MOST_LORAS = 256
+"""Most LoRA adapters of a model that are loaded on a running server."""
+
+
+@dataclass(frozen=True)
+class LoraChanges:
+    """What was loaded and unloaded on a running server, beside the adapters of its settings."""
+
+    version: int = 0
+    """Number that grows with every change."""
+    loras: Mapping[str, LoraReference | None] = field(default_factory=dict)
+    """Adapters by name; None for one that was unloaded."""
+
+    def with_change(self, name: str, lora: LoraReference | None) -> "LoraChanges":
+        """Return these changes and a further one."""
+        return LoraChanges(self.version + 1, {**self.loras, name: lora})
+
+
+class LoraNames:
+    """The LoRA adapters of a model, as one ingress replica knows them."""
+
+    def __init__(self, configured: Mapping[str, LoraReference] | None = None) -> None:
+        """Start with the adapters of the settings."""
+        self._configured = configured or {}
+        self.changes = LoraChanges()
+        """Latest changes that are known; any thread may set them."""
+
+    @property
+    def current(self) -> dict[str, LoraReference]:
+        """Adapters that requests can name."""
+        found = {**self._configured, **self.changes.loras}
+        return {name: lora for name, lora in found.items() if lora is not None}

@@ -1,0 +1,162 @@
+"""``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``, with vLLM's fields and messages."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import APIRouter, Request
+from fastapi.responses import PlainTextResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from mars_platform.errors import UserError
+from mars_serve.api.bodies import at_most
+from mars_serve.api.errors import ApiError, invalid_value
+from mars_serve.api.schema import errors_described
+from mars_serve.config.loras import MOST_LORAS, LoraNames
+from mars_serve.config.served import ServedModel
+from mars_serve.http.endpoints.information import find_model
+
+HEARD_S = 1.0
+"""Seconds within which every ingress replica hears of a change; see `report_forever`."""
+
+_Name = Annotated[str, Field(min_length=1, max_length=128)]
+
+
+class LoraUnload(BaseModel):
+    """A LoRA adapter to unload."""
+
+    model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
+
+    lora_name: _Name
+    """Name that requests give as ``model``."""
+
+
+class LoraLoad(LoraUnload):
+    """A LoRA adapter to load."""
+
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    """Directory of its files, on each machine of the server, below one of the model's
+    ``lora_directories``."""
+    load_inplace: bool = False
+    """Whether it takes the place of another one with its name."""
+    base_model_name: str | None = None
+    """Model that it belongs to; may be left out where one model alone takes LoRA adapters."""
+
+
+def loras_router(models: Mapping[str, ServedModel]) -> APIRouter:
+    """Return the router of the endpoints that load and unload LoRA adapters."""
+    router = APIRouter(responses=errors_described(), default_response_class=PlainTextResponse)
+    changing = asyncio.Lock()
+
+    @router.post("/v1/load_lora_adapter")
+    async def load(body: Annotated[LoraLoad, at_most(16)], request: Request) -> str:
+        """Let requests name a LoRA adapter as their model; for administrators."""
+        _check_admin(request)
+        model, name = _base(models, body.base_model_name), body.lora_name
+        async with changing:
+            known = await _refreshed(model)
+            _check_name(models, model, name, known, in_place=body.load_inplace)
+            path = await asyncio.to_thread(_allowed, model, body.lora_path)
+            try:
+                lora = await asyncio.to_thread(model.read_lora, name, path)
+            except UserError as error:
+                raise invalid_value("lora_path", str(error)) from error
+            known.changes = await model.backend.change_lora(known.changes, name, lora)
+        await asyncio.sleep(HEARD_S)
+        return f"Success: LoRA adapter '{name}' added successfully."
+
+    @router.post("/v1/unload_lora_adapter")
+    async def unload(body: Annotated[LoraUnload, at_most(16)], request: Request) -> str:
+        """Take a LoRA adapter away; requests that run with it end. For administrators."""
+        _check_admin(request)
+        name = body.lora_name
+        async with changing:
+            for model in models.values():
+                known = await _refreshed(model)
+                if name in known.current:
+                    known.changes = await model.backend.change_lora(known.changes, name, None)
+                    break
+            else:
+                message = f"The lora adapter '{name}' cannot be found."
+                raise ApiError(404, message, code="model_not_found")
+        await asyncio.sleep(HEARD_S)
+        return f"Success: LoRA adapter '{name}' removed successfully."
+
+    return router
+
+
+async def _refreshed(model: ServedModel) -> LoraNames:
+    """Return a model's adapters as all ingress replicas have left them."""
+    model.loras.changes = await model.backend.loras(model.loras.changes)
+    return model.loras
+
+
+def _check_admin(request: Request) -> None:
+    if not request.state.caller.is_admin:
+        raise ApiError(
+            403,
+            "LoRA adapters are loaded by administrators; use a key that has admin: true",
+            code="not_allowed",
+        )
+
+
+def _base(models: Mapping[str, ServedModel], name: str | None) -> ServedModel:
+    if name is not None:
+        return find_model(models, name)
+    able = [model for model in models.values() if model.settings.engine.max_loras]
+    if len(able) != 1:
+        reason = (
+            "several models take LoRA adapters; name one"
+            if able
+            else ("no model here has slots for LoRA adapters; set its engine.max_loras")
+        )
+        raise ApiError(400, f"base_model_name: {reason}", param="base_model_name")
+    return able[0]
+
+
+def _check_name(
+    models: Mapping[str, ServedModel],
+    model: ServedModel,
+    name: str,
+    known: LoraNames,
+    *,
+    in_place: bool,
+) -> None:
+    """Refuse a name that another model or adapter has, or one more than there may be."""
+    others = (each for each in models.values() if each is not model)
+    if name in models or any(name in each.loras.current for each in others):
+        raise invalid_value("lora_name", f"a model is called {name!r}; give another name")
+    if name in known.current and not in_place:
+        raise invalid_value(
+            "lora_name",
+            f"The lora adapter '{name}' has already been loaded. If you want to load the adapter "
+            "in place, set 'load_inplace' to True.",
+        )
+    if len(known.changes.loras) >= MOST_LORAS and name not in known.changes.loras:
+        raise invalid_value(
+            "lora_name",
+            f"{MOST_LORAS} names were loaded since the server began; load in place of one of them, "
+            "or start the server again",
+        )
+
+
+def _allowed(model: ServedModel, path: str) -> Path:
+    """Return the directory that a path leads to, if the settings allow it.
+
+    Links are followed first, so that none leads out of the allowed directories.
+
+    Raises:
+        ApiError: the path is not below one of them.
+    """
+    try:
+        found = Path(path).resolve(strict=True)
+    except (OSError, ValueError, RuntimeError):
+        found = None
+    allowed = [Path(each).resolve() for each in model.settings.lora_directories]
+    if found is None or not any(found.is_relative_to(each) for each in allowed):
+        where = "lora_directories of the model's settings, " + (
+            "in which it has to be a directory" if allowed else "which name none; set them"
+        )
+        raise invalid_value("lora_path", f"there is none below the {where}")
+    return found

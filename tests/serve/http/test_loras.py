@@ -1,0 +1,102 @@
+"""LoRA adapters by name over HTTP: listed, loaded, served beside the model, and unloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decoding.adapters import with_lora
+from decoding.local_engine_client import LocalEngineClient
+from mars_platform.checkpoint.directory import load_model, read_checkpoint
+from mars_serve.config.loras import LoraNames
+from mars_serve.http.endpoints import loras
+from rest.rest_requests import PROMPT
+from rest.rest_server import ENGINE, Client, SingleEngineBackend, app_of, client_of, served
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+@pytest.fixture(autouse=True)
+def _heard_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loras, "HEARD_S", 0.0)
+
+
+@pytest.fixture
+def model(mars_dir: Path, tmp_path: Path, make_loop: Callable[..., LocalEngineClient]) -> Any:
+    """A model with one adapter of its settings, and a directory for others."""
+    base = load_model(mars_dir)
+    for index, name in enumerate(("one", "two", "again")):
+        with_lora(base, tmp_path / "allowed" / name, seed=index)
+    with_lora(base, tmp_path / "elsewhere")
+    checkpoint = read_checkpoint(mars_dir)
+    loop = make_loop(checkpoint, max_loras=2)
+    engine = ENGINE.model_copy(update={"max_loras": 2})
+    found = served(
+        "mars", checkpoint, SingleEngineBackend(loop), lora_directories=[str(tmp_path / "allowed")]
+    )
+    found = replace(found, settings=found.settings.model_copy(update={"engine": engine}))
+    own = found.read_lora("own", tmp_path / "allowed" / "one")
+    return replace(found, loras=LoraNames({"own": own}))
+
+
+async def text_of(client: Client, model: str, **options: Any) -> str:
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 12, "mode": "ar", **options}
+    answer = await client.answer("/v1/completions", body)
+    assert answer["model"] == model
+    text: str = answer["choices"][0]["text"]
+    return text
+
+
+async def test_adapters_are_named_like_models_and_come_and_go_while_the_server_runs(
+    model: Any, tmp_path: Path
+) -> None:
+    async with client_of(app_of(model)) as client:
+        plain, own = await text_of(client, "mars"), await text_of(client, "own")
+        added = await client.post(
+            LOAD, json={"lora_name": "new", "lora_path": str(tmp_path / "allowed" / "two")}
+        )
+        assert (added.status_code, added.text) == (
+            200,
+            "Success: LoRA adapter 'new' added successfully.",
+        )
+        new = await text_of(client, "new")
+        assert len({plain, own, new}) == 3
+        assert await text_of(client, "own", mode="exact") == own
+        entries = (await client.get("/v1/models")).json()["data"]
+        assert [(each["id"], each["parent"]) for each in entries] == [
+            ("mars", None),
+            ("own", "mars"),
+            ("new", "mars"),
+        ]
+        again = {"lora_name": "new", "lora_path": str(tmp_path / "allowed" / "again")}
+        assert "already been loaded" in await client.refusal(LOAD, again, 400, "lora_name")
+        assert (await client.post(LOAD, json={**again, "load_inplace": True})).status_code == 200
+        assert await text_of(client, "new") not in (plain, own, new)
+        removed = await client.post(UNLOAD, json={"lora_name": "own"})
+        assert removed.text == "Success: LoRA adapter 'own' removed successfully."
+        await client.refusal("/v1/completions", {"model": "own", "prompt": PROMPT}, 404, "model")
+        assert (await client.get("/v1/models/own")).status_code == 404
+        metrics = (await client.get("/metrics")).text
+    assert 'marsray_lora_requests_total{lora="own",model="mars",replica="ingress"} 2.0' in metrics
+
+
+async def test_what_may_not_be_loaded_is_refused(model: Any, tmp_path: Path) -> None:
+    (tmp_path / "allowed" / "link").symlink_to(tmp_path / "elsewhere")
+    async with client_of(app_of(model)) as client:
+        for path in ("elsewhere", "allowed/../elsewhere", "allowed/link", "allowed/absent"):
+            body = {"lora_name": "new", "lora_path": str(tmp_path / path)}
+            assert "lora_directories" in await client.refusal(LOAD, body, 400, "lora_path")
+        for name, message in {"mars": "is called 'mars'", "own": "already been loaded"}.items():
+            body = {"lora_name": name, "lora_path": str(tmp_path / "allowed" / "two")}
+            assert message in await client.refusal(LOAD, body, 400, "lora_name")
+        (tmp_path / "allowed" / "two" / "adapter_model.safetensors").write_bytes(b"none")
+        body = {"lora_name": "new", "lora_path": str(tmp_path / "allowed" / "two")}
+        assert "cannot be read" in await client.refusal(LOAD, body, 400, "lora_path")
+        assert "cannot be found" in await client.refusal(UNLOAD, {"lora_name": "new"}, 404, None)
+        assert len((await client.get("/v1/models")).json()["data"]) == 2
+    async with client_of(app_of(model, host="192.0.2.1", insecure=True)) as client:
+        await client.refusal(LOAD, {"lora_name": "a", "lora_path": "b"}, 403, None)
