@@ -1,6 +1,6 @@
 """The LoRA adapters of a model that requests can name.
 
-Imports no Ray, torch or HTTP library.
+Imports no Ray or HTTP library.
 """
 
 from collections.abc import Mapping
