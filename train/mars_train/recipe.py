@@ -344,7 +344,7 @@ class EvaluationSettings(Settings):
     """Scoring of the model on a held-out set during training."""
 
     data: list[str] = Field(min_length=1)
-    """JSONL or Parquet files of conversations; a row with an ``answer`` can be checked."""
+    """Local files of conversations, as in data.train; a row with an ``answer`` can be checked."""
     every_steps: int = Field(default=100, ge=1)
     """Optimizer steps between scorings; each stage is also scored at its start and end."""
     max_items: int = Field(default=200, ge=1)

@@ -30,8 +30,8 @@ ColumnNames = Mapping[Column, str]
 """Name of each column that has another one in the data."""
 
 NO_NAMES: ColumnNames = MappingProxyType({})
-KNOWN_COLUMNS = (*get_args(Column), "conversations")
-_LISTS_OF_TURNS = ("messages", "conversations")
+KNOWN_COLUMNS = (*get_args(Column), "conversations", "conversation")
+_LISTS_OF_TURNS = ("messages", "conversations", "conversation")
 _MAIN_COLUMNS = ("messages", "prompt", "completion", "instruction", "output")
 """Columns that no row of a shape lacks."""
 _ROLES = {
@@ -88,7 +88,7 @@ def _turns_of(row: Mapping[str, Any]) -> tuple[str, Any]:
     """Return the name of a row's shape, and its turns in the shape's own form."""
     for name in _LISTS_OF_TURNS:
         if row.get(name) is not None:
-            turns = row[name]
+            turns = _decoded(row[name], name)
             is_sharegpt = isinstance(turns, list) and any(_is_sharegpt(turn) for turn in turns)
             return "sharegpt conversations" if is_sharegpt else "messages", turns
     if row.get("prompt") is not None and row.get("completion") is not None:
@@ -223,7 +223,7 @@ def _tools(tools: Any) -> Any:
 def _decoded(value: Any, place: str) -> Any:
     """Return what a JSON text says, and any other value as it is."""
     if not isinstance(value, str) or not value.strip():
-        return value or None
+        return None if isinstance(value, str) else value
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:

@@ -34,7 +34,7 @@ class DecodeOptions(Settings):
     untrained: str | None = None
     """Use random weights of this size: a config.json, qwen2-100m, qwen2.5-0.5b or qwen2.5-7b."""
     prompts: Path | None = None
-    """Conversations in JSONL or Parquet; by default random prompts."""
+    """File of conversations; by default random prompts."""
     contenders: Annotated[tuple[ContenderName, ...], typer.Option("--contender")] = tuple(
         ContenderName
     )

@@ -53,7 +53,7 @@ class _MeasureOptions(Settings):
 
     model: Model
     data: tuple[Path, ...]
-    """Conversations in JSONL or Parquet. May be repeated."""
+    """Files of conversations. May be repeated."""
     adapter: Adapter = None
     max_items: int | None = Field(default=None, ge=1)
     """Largest number of conversations; the first ones are used."""

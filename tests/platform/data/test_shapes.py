@@ -44,6 +44,7 @@ def test_a_system_turn_counts_more_than_the_column_and_an_empty_list_of_calls_is
     ("row", "columns"),
     [
         ({"chat": PLAIN}, {"messages": "chat"}),
+        ({"conversation": json.dumps(PLAIN)}, {}),
         ({"chat": PLAIN, "messages": "something else"}, {"messages": "chat"}),
         ({"q": PLAIN[:-1], "a": "4", "messages": []}, {"prompt": "q", "completion": "a"}),
         (
@@ -112,6 +113,7 @@ HUMAN = {"from": "human", "value": "x"}
         ({"instruction": "x", "output": "y", "history": ["a"]}, "history: must be a list of pairs"),
         ({"instruction": 3, "output": "y"}, "messages.0.content: "),
         ({"prompt": {"a": 1}, "completion": "y"}, "messages.0.content: "),
+        ({"messages": "Hello"}, "messages: not valid JSON"),
         ({"messages": PLAIN, "tools": "["}, "tools: not valid JSON"),
         ({"messages": PLAIN, "tools": {"name": "f"}}, "tools: "),
         ({"messages": PLAIN, "chat_template_kwargs": "x"}, "chat_template_kwargs: not valid JSON"),

@@ -109,7 +109,7 @@ def data_check(
     ] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a training run would make of its data, without starting one.
+    """Say what a training run would make of its data.
 
     Without a recipe, conversations may be as long as the model's context: --set data.max_length=512
     sets a limit. The exit status is 1 if a run would be refused.
