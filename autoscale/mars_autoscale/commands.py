@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mars_autoscale.traces.files import TraceFormat, TraceRequest, read_trace
-from mars_platform.cli.options import Page, with_options
+from mars_platform.cli.options import with_options
 from mars_platform.config import Settings
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ class SimulateOptions(Settings):
     """File to write the figures to; - prints them instead."""
     plot: Path | None = None
     """Picture to draw; its suffix says the format."""
-    page: Page = None
 
 
 @with_options
@@ -44,7 +43,7 @@ def simulate(options: SimulateOptions) -> None:
     from mars_autoscale.simulation.compare import compare
     from mars_autoscale.simulation.config import SimulationConfig
     from mars_autoscale.simulation.report import comparison_table, figures_json, picture_of
-    from mars_platform.cli.pictures import write_pictures
+    from mars_platform.cli.pictures import write_picture
     from mars_platform.cli.progress import progress_display
     from mars_platform.cli.report import (
         STANDARD_OUTPUT,
@@ -55,23 +54,17 @@ def simulate(options: SimulateOptions) -> None:
     from mars_platform.config import load_settings
 
     json_file = options.json_file
-    check_output_files({"--json": json_file, "--plot": options.plot, "--html": options.page})
+    check_output_files({"--json": json_file, "--plot": options.plot})
     settings = load_settings(options.config, SimulationConfig, options.overrides)
     requests = _requests(settings, options)
     with progress_display() as display:
         comparison = compare(settings, requests, partial(display.update, "simulate"))
-    table = comparison_table(comparison, settings.objective_ttft_s)
     if json_file != STANDARD_OUTPUT:
+        table = comparison_table(comparison, settings.objective_ttft_s)
         output_console(_FILE_WIDTH).print(table)
     if json_file is not None:
         write_json(json_file, figures_json(comparison))
-    write_pictures(
-        lambda: picture_of(comparison),
-        title=f"marsray simulate {options.config.name}",
-        show=lambda console: console.print(table),
-        plot=options.plot,
-        page=options.page,
-    )
+    write_picture(lambda: picture_of(comparison), options.plot)
 
 
 def _requests(settings: SimulationConfig, options: SimulateOptions) -> list[TraceRequest]:

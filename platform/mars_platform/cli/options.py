@@ -6,7 +6,6 @@ from copy import copy
 from glob import escape as glob_escaped
 from glob import glob
 from inspect import Parameter, Signature, signature
-from pathlib import Path
 from types import GenericAlias
 from typing import Annotated, Any, get_args, get_origin
 
@@ -23,9 +22,6 @@ AsJson = Annotated[
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", help="Override a setting: key.sub=value. May be repeated."),
-]
-Page = Annotated[
-    Path | None, typer.Option("--html", help="HTML page to write, with figures and tables.")
 ]
 
 

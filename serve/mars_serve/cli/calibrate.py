@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from mars_platform.cli.options import AsJson, Page, with_options
+from mars_platform.cli.options import AsJson, with_options
 from mars_serve.cli.options import let_idle_threads_sleep
 from mars_serve.measure.options import CalibrateOptions
 
@@ -18,7 +18,6 @@ def calibrate(
     plot: Annotated[
         Path | None, typer.Option(help="Plot reliability and frontier into this .png or .svg file.")
     ] = None,
-    page: Page = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure a checkpoint's confidence, quality and speed.
@@ -36,20 +35,13 @@ def calibrate(
 
     from rich.console import Console
 
-    from mars_platform.cli.pictures import write_pictures
+    from mars_platform.cli.pictures import write_picture
     from mars_platform.cli.report import check_output_files, output_console
     from mars_serve.measure.calibrate import calibrate_model
     from mars_serve.measure.calibration_plot import picture_of
     from mars_serve.measure.calibration_report import print_calibration
 
-    check_output_files({"--plot": plot, "--html": page})
+    check_output_files({"--plot": plot})
     run = calibrate_model(options, Console(stderr=True))
-    output = output_console(_FILE_WIDTH)
-    print_calibration(run, output, as_json=as_json)
-    write_pictures(
-        lambda: picture_of(options.model, run.measured, run.frontier),
-        title=f"marsray calibrate {options.model}",
-        show=lambda console: print_calibration(run, console, as_json=False),
-        plot=plot,
-        page=page,
-    )
+    print_calibration(run, output_console(_FILE_WIDTH), as_json=as_json)
+    write_picture(lambda: picture_of(options.model, run.measured, run.frontier), plot)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from mars_platform.cli.options import AsJson, Page, with_options
+from mars_platform.cli.options import AsJson, with_options
 from mars_serve.cli.options import GenerateOptions, ServeOptions, let_idle_threads_sleep
 from mars_serve.measure.options import EvalOptions
 
@@ -31,7 +31,6 @@ def eval_(
     plot: Annotated[
         Path | None, typer.Option(help="Plot quality over speed into this .png or .svg file.")
     ] = None,
-    page: Page = None,
     as_json: AsJson = False,
 ) -> None:
     """Score a checkpoint on held-out conversations.
@@ -45,22 +44,15 @@ def eval_(
 
     from rich.console import Console
 
-    from mars_platform.cli.pictures import write_pictures
+    from mars_platform.cli.pictures import write_picture
     from mars_platform.cli.report import check_output_files, output_console
     from mars_serve.measure.evaluation.evaluate import evaluate
     from mars_serve.measure.evaluation.report import picture_of, print_evaluation
 
-    check_output_files({"--plot": plot, "--html": page})
+    check_output_files({"--plot": plot})
     evaluation = evaluate(options, Console(stderr=True))
-    output = output_console(_FILE_WIDTH)
-    print_evaluation(evaluation, output, as_json=as_json)
-    write_pictures(
-        lambda: picture_of(evaluation),
-        title=f"marsray eval {options.model}",
-        show=lambda console: print_evaluation(evaluation, console, as_json=False),
-        plot=plot,
-        page=page,
-    )
+    print_evaluation(evaluation, output_console(_FILE_WIDTH), as_json=as_json)
+    write_picture(lambda: picture_of(evaluation), plot)
 
 
 @with_options

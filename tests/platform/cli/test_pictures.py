@@ -1,8 +1,7 @@
-"""The house style of diagrams, and pages that need nothing else."""
+"""The house style of diagrams, and the files that they are drawn into."""
 
 from __future__ import annotations
 
-import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,9 +9,8 @@ import pytest
 from matplotlib import rc_context
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from rich.console import Console
 
-from mars_platform.cli.pictures import COLOURS, STYLE, write_pictures
+from mars_platform.cli.pictures import COLOURS, STYLE, write_picture
 from mars_platform.errors import UserError
 
 
@@ -20,10 +18,6 @@ def draw() -> Figure:
     figure = Figure()
     figure.subplots().plot([0, 1], [0, 2], label="a < b")
     return figure
-
-
-def show(console: Console) -> None:
-    console.print("a table of 3 < 4", markup=False)
 
 
 def test_neighbouring_lines_differ_in_greyscale() -> None:
@@ -39,22 +33,13 @@ def test_neighbouring_lines_differ_in_greyscale() -> None:
     assert line.get_color() == COLOURS[0]
 
 
-def test_a_page_holds_picture_and_report_and_loads_nothing(tmp_path: Path) -> None:
-    plot, page = tmp_path / "x.png", tmp_path / "x.html"
-    write_pictures(draw, title="t <x>", show=show, plot=plot, page=page)
-    assert plot.read_bytes().startswith(b"\x89PNG")
-    text = page.read_text(encoding="utf-8")
-    assert "<title>t &lt;x&gt;</title>" in text
-    assert "<svg" in text
-    assert "a table of 3 &lt; 4" in text
-    assert re.findall(r'(?:src|href)="(?!#)[^"]*"', text) == []
-    assert "<script" not in text
+def test_a_picture_is_written_where_one_is_wanted(tmp_path: Path) -> None:
+    write_picture(draw, tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UserError, match="cannot be written"):
+        write_picture(draw, tmp_path / "no" / "x.png")
 
-
-def test_nothing_is_drawn_that_nobody_wants(tmp_path: Path) -> None:
     def never() -> Figure:
         raise AssertionError("not wanted")
 
-    write_pictures(never, title="", show=show, plot=None, page=None)
-    with pytest.raises(UserError, match="cannot be written"):
-        write_pictures(draw, title="", show=show, plot=None, page=tmp_path / "no" / "x.html")
+    write_picture(never, None)

@@ -45,7 +45,7 @@ HISTORIES = {
 
 
 def test_any_history_is_drawn(tmp_path):
-    write_curves(HISTORIES, plot=tmp_path / "curves.png")
+    write_curves(HISTORIES, tmp_path / "curves.png")
     picture = imread(tmp_path / "curves.png")  # [height, width, 4]
     assert picture.shape == (396 * len(HISTORIES), 1760, 4)
     for row in np.split(picture, len(HISTORIES)):
@@ -54,7 +54,7 @@ def test_any_history_is_drawn(tmp_path):
 
 def test_curves_show_the_figures_of_the_history(tmp_path, drawn):
     histories = {"mars": HISTORIES["one step"], "ar": HISTORIES["ar"]}
-    write_curves(histories, plot=tmp_path / "curves.png")
+    write_curves(histories, tmp_path / "curves.png")
     axes = drawn[0].axes
     curves = [{line.get_label(): list(line.get_ydata()) for line in axis.lines} for axis in axes]
     assert curves[0] == {"clean (AR)": [2 / 3], "noisy (masked)": [4 / 3]}
@@ -74,16 +74,9 @@ def test_training_loss_is_smoothed_over_finite_values(tmp_path, drawn):
     losses = [math.nan, *[3.0] * 99]
     losses[50:52] = 6.0, math.nan
     history = TrainingHistory(ar_steps(*losses))
-    write_curves({"ar": history}, plot=tmp_path / "curves.png")  # windows of 2 steps
+    write_curves({"ar": history}, tmp_path / "curves.png")  # windows of 2 steps
     shown = list(drawn[0].axes[0].lines[0].get_ydata())
     assert math.isnan(shown[0])
     assert shown[1:50] == [3.0] * 49
     assert shown[50:54] == [4.5, 6.0, 3.0, 3.0]
     assert len(shown) == 100
-
-
-def test_a_page_has_the_curves_and_the_last_scores(tmp_path):
-    write_curves({"mars": HISTORIES["one step"]}, title="marsray", page=tmp_path / "x.html")
-    text = (tmp_path / "x.html").read_text()
-    assert "<svg" in text
-    assert "tokens a pass" in text

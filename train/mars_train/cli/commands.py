@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from mars_platform.cli.main import show_help_without_command
-from mars_platform.cli.options import AsJson, Overrides, Page
+from mars_platform.cli.options import AsJson, Overrides
 from mars_platform.errors import UserError
 
 _DIFFICULTY = 2
@@ -144,7 +144,6 @@ def train(
         Path | None, typer.Option(help="File for the recipe of --init; by default it is printed.")
     ] = None,
     set_: Overrides = None,
-    page: Page = None,
     as_json: AsJson = False,
 ) -> None:
     """Run the stages of a training recipe on Ray Train.
@@ -152,7 +151,7 @@ def train(
     Progress and messages go to standard error. With --init a recipe is written instead, for the
     hardware of this machine, with an estimate of tokens, memory and hours.
     """
-    from mars_platform.cli.report import check_output_files, say
+    from mars_platform.cli.report import say
     from mars_platform.config import load_settings
     from mars_train.recipe import Recipe
     from mars_train.run.recipe_run import run_recipe
@@ -163,8 +162,7 @@ def train(
     if len(files) > 1 or output is not None:
         raise UserError("train: one recipe is trained; several FILES and --output go with --init")
     config = Path(files[0])
-    check_output_files({"--html": page})
-    model = run_recipe(load_settings(config, Recipe, set_ or []), Console(stderr=True), page)
+    model = run_recipe(load_settings(config, Recipe, set_ or []), Console(stderr=True))
     if as_json:
         typer.echo(json.dumps({"model": str(model)}))
     else:

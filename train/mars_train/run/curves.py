@@ -7,45 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from rich.console import Console
 
-from mars_platform.cli.pictures import write_pictures
-from mars_platform.cli.report import Column, finish_axes, table_of
+from mars_platform.cli.pictures import write_picture
+from mars_platform.cli.report import finish_axes
 from mars_train.stage.history import TrainingHistory
 
 _SMOOTHED_SHARE = 50
 
 
-def write_curves(
-    histories: Mapping[str, TrainingHistory],
-    *,
-    title: str = "",
-    plot: Path | None = None,
-    page: Path | None = None,
-) -> None:
-    """Draw the curves of stages into a picture, or into an HTML page with the last scores of each.
-
-    See `picture_of`; the picture's suffix names its format, and ``title`` is the page's.
-    """
-
-    def show(console: Console) -> None:
-        columns = [
-            Column("stage", "stage"),
-            Column("step", "step"),
-            Column("τ", "threshold", "g"),
-            Column("accuracy", "accuracy", ".1%"),
-            Column("tokens a pass", "tokens_per_forward", ".2f"),
-        ]
-        rows = [
-            {"stage": name, "step": history.scores[-1].step, **vars(found)}
-            for name, history in histories.items()
-            if history.scores
-            for found in history.scores[-1].thresholds
-        ]
-        console.print(table_of(columns, rows))
-
-    draw = partial(picture_of, histories)
-    write_pictures(draw, title=title, show=show, plot=plot, page=page)
+def write_curves(histories: Mapping[str, TrainingHistory], file: Path) -> None:
+    """Draw the curves of stages into a picture, whose suffix names its format."""
+    write_picture(partial(picture_of, histories), file)
 
 
 def picture_of(histories: Mapping[str, TrainingHistory]) -> Figure:

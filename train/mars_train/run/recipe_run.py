@@ -10,13 +10,12 @@ from mars_train.run.checks import check_before_start
 from mars_train.run.run_directory import RunDirectory
 
 
-def run_recipe(recipe: Recipe, console: Console, page: Path | None = None) -> Path:
+def run_recipe(recipe: Recipe, console: Console) -> Path:
     """Run all stages that are not trained yet, and return the last one's model, ``output/model``.
 
     A run that is finished already stays as it is. The recipe is kept in ``output/recipe.yaml``,
     earlier stages' checkpoints in ``output/stages/NAME``, the tokenised data and its report in
-    ``output/data`` and ``output/report.jsonl``, the losses and scores in ``output/curves.png`` and
-    in an HTML page if one is wanted.
+    ``output/data`` and ``output/report.jsonl``, the losses and scores in ``output/curves.png``.
 
     Raises:
         UserError: something the recipe names is missing, unusable or in the way.
@@ -27,11 +26,6 @@ def run_recipe(recipe: Recipe, console: Console, page: Path | None = None) -> Pa
         say(console, f"the run in {directory.path} is finished; its model is {directory.model}")
     else:
         _run(directory, console)
-    if page is not None:
-        from mars_train.run.curves import write_curves  # loads matplotlib
-
-        title = f"marsray train: {directory.path.name}"
-        write_curves(directory.histories(), title=title, page=page)
     return directory.model
 
 

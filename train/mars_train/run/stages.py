@@ -277,7 +277,7 @@ class _Run:
 
     def _plot(self) -> None:
         """Plot the curves of the stages trained so far."""
-        write_curves(self.directory.histories(), plot=self.directory.curves)
+        write_curves(self.directory.histories(), self.directory.curves)
 
 
 def work_to_come(recipe: Recipe, stage: Stage, num_rows: int) -> float:
