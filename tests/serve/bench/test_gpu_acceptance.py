@@ -17,9 +17,9 @@ from bench.gpu_acceptance import Part, parts, run_part
 
 ROOT = Path(__file__).parents[3]
 ABSENT = ("ray", "fastapi", "starlette", "aiohttp", "uvicorn")
+"""Packages that a machine without the server's dependencies lacks."""
 _CHECKED_BY_TESTS = {"scan", "convolve"}
 """Operators that the acceptance run compares by a test of `tests/serve/engine/states`."""
-"""Packages that a machine without the server's dependencies lacks."""
 
 
 def run_acceptance(out: Path, *options: str) -> tuple[int, dict[str, Any]]:
