@@ -83,6 +83,8 @@ class ChatTurn(BaseModel):
     """Call that a turn of the role ``tool`` answers."""
     reasoning_content: Text | None = None
     """Thinking before the content of an assistant turn."""
+    weight: Literal[0, 1] | None = None
+    """0 for an assistant turn that is not learned, whatever ``data.loss_on`` is."""
     tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=128)] | None = None
     content: Text = Field(default="", validate_default=True)
     """Text; empty at most beside thinking or tool calls, and in roles other than these two:
@@ -101,7 +103,8 @@ class ChatTurn(BaseModel):
 
     def as_message(self) -> dict[str, Any]:
         """Return the turn without the keys that it lacks, because templates test for them."""
-        found = {"role": self.role, "content": self.content, **self.model_dump()}
+        rest = self.model_dump(exclude={"weight"})
+        found = {"role": self.role, "content": self.content, **rest}
         return {key: value for key, value in found.items() if value is not None}
 
 

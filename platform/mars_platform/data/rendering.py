@@ -117,7 +117,7 @@ def render_turns(
         tokenizer: tokenizer with a chat template.
         conversation: the conversation.
         loss_on: whether the last assistant turn is supervised or all of them, except for one that
-            opens the conversation.
+            opens the conversation and those of weight 0.
         ends: texts of the tokens at which serving ends an output.
         shield: keeps the turns' texts apart from control tokens, and seals the text.
 
@@ -132,7 +132,13 @@ def render_turns(
         tokenizer, conversation.tools, conversation.chat_template_kwargs, shield
     )
     messages = [turn.as_message() for turn in conversation.messages]
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i > 0]
+    turns = [
+        index
+        for index, turn in enumerate(conversation.messages)
+        if turn.role == "assistant" and index > 0 and turn.weight != 0
+    ]
+    if not turns:
+        raise UserError("messages: no assistant turn is to be learned; leave the row out")
     found = list[RenderedTurns]()
     for index in turns if loss_on == "all" else turns[-1:]:
         prompt = renderer.text(messages[:index], add_generation_prompt=True)

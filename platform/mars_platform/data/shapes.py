@@ -149,6 +149,8 @@ def _plain_turn(turn: Any, place: str) -> Any:
     thinking = [found[name] for name in _THINKING_NAMES if name in found]
     if thinking:
         found["reasoning_content"] = thinking[0]
+    if found.get("train") is False:  # axolotl's name for OpenAI's weight of 0
+        found["weight"] = 0
     calls = found.get("tool_calls") or found.get("function_call")
     if found.get("role") == "function_call":
         calls, found["content"] = found["content"], ""

@@ -77,6 +77,19 @@ def test_the_last_or_all_assistant_turns_are_supervised(encode, tokenizer, loss_
     assert supervised_text(tokenizer, row) == "".join(turn + TURN_END for turn in expected)
 
 
+@pytest.mark.parametrize(("loss_on", "expected"), [("last", ["two"]), ("all", ["one", "two"])])
+@pytest.mark.parametrize("key", [{"weight": 0}, {"train": False}])
+def test_turns_of_weight_0_are_not_learned(encode, tokenizer, loss_on, expected, key):
+    row = chat("Count", "one", "Again", "two", "More", "three")
+    row["messages"][-1] |= key
+    [found] = encode(json.dumps(row), loss_on=loss_on)
+    assert supervised_text(tokenizer, found) == "".join(turn + TURN_END for turn in expected)
+    row["messages"][1] |= key
+    row["messages"][3] |= key
+    [dropped] = encode(json.dumps(row), loss_on=loss_on)
+    assert dropped["reason"] == "messages: no assistant turn is to be learned; leave the row out"
+
+
 def test_tokens_are_those_of_the_chat_template(encode, tokenizer):
     (row,) = encode(GOOD)
     text = tokenizer.apply_chat_template(json.loads(GOOD)["messages"], tokenize=False)
