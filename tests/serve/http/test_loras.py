@@ -13,6 +13,7 @@ from decoding.adapters import with_lora
 from decoding.local_engine_client import LocalEngineClient
 from mars_platform.checkpoint.directory import load_model, read_checkpoint
 from mars_serve.config.loras import LoraNames
+from mars_serve.control.governor import Governor
 from mars_serve.http.endpoints import loras
 from rest.rest_requests import PROMPT
 from rest.rest_server import ENGINE, Client, SingleEngineBackend, app_of, client_of, served
@@ -76,10 +77,12 @@ async def test_adapters_are_named_like_models_and_come_and_go_while_the_server_r
         assert "already been loaded" in await client.refusal(LOAD, again, 400, "lora_name")
         assert (await client.post(LOAD, json={**again, "load_inplace": True})).status_code == 200
         assert await text_of(client, "new") not in (plain, own, new)
+        model.backend.governor = Governor()  # one that was started again knows nothing
         removed = await client.post(UNLOAD, json={"lora_name": "own"})
         assert removed.text == "Success: LoRA adapter 'own' removed successfully."
         await client.refusal("/v1/completions", {"model": "own", "prompt": PROMPT}, 404, "model")
         assert (await client.get("/v1/models/own")).status_code == 404
+        assert (await client.get("/v1/models/new")).status_code == 200
         metrics = (await client.get("/metrics")).text
     assert 'marsray_lora_requests_total{lora="own",model="mars",replica="ingress"} 2.0' in metrics
 

@@ -12,8 +12,8 @@ decides. Whatever a step feeds, the other positions get what the model's own lay
 bit.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,36 @@ from mars_platform.mixing.head import layers_of
 from mars_platform.mixing.latent import EXPANSION, is_latent
 from mars_serve.engine.kernels.adapter import add_low_rank
 
+_FEWEST = 3
+"""Groups of positions from which on one table of all is quicker."""
+_MOST_PADDED = 3
+"""Most entries of such a table for each position."""
 NO_SLOT = -1
 """Number that stands for no slot, at positions without a product."""
+
+
+class PaddedGroups(NamedTuple):
+    """Positions by slot, as many of each slot, so that one operator computes all products."""
+
+    table: Tensor
+    """int64 [slots * n], the positions of each slot, then any position."""
+    kept: Tensor
+    """int64 [positions], the entries of the table that stand for a position of their slot."""
+    positions: Tensor
+    """int64 [positions], these positions."""
+
+    @classmethod
+    def of(cls, groups: Sequence[tuple[int, Tensor]], num_slots: int) -> "PaddedGroups | None":
+        """Return the table of some groups, or None if it would be mostly padding."""
+        longest = max((len(rows) for _, rows in groups), default=0)
+        positions = [rows for _, rows in groups]
+        if len(groups) < _FEWEST or num_slots * longest > _MOST_PADDED * sum(map(len, positions)):
+            return None
+        table = positions[0].new_zeros(num_slots, longest)
+        for slot, rows in groups:
+            table[slot, : len(rows)] = rows
+        kept = [slot * longest + index for slot, rows in groups for index in range(len(rows))]
+        return cls(table.flatten(), table.new_tensor(kept), torch.cat(positions))
 
 
 class Gate:
@@ -38,13 +66,16 @@ class Gate:
         """
         self.groups: list[tuple[int, Tensor]] = []
         """In steps whose shapes are free, each slot with its positions, int64 [n]."""
+        self.padded: PaddedGroups | None = None
+        """The same groups in one table, where that is quicker."""
 
-    def set(self, slots: Tensor | None, *, is_fixed: bool) -> None:
-        """Set the gate for the next step."""
-        self.slots, self.groups = slots, []
+    def set(self, slots: Tensor | None, *, is_fixed: bool, num_slots: int = 0) -> None:
+        """Set the gate for the next step, in layers that have ``num_slots``."""
+        self.slots, self.groups, self.padded = slots, [], None
         if slots is not None and not is_fixed:
-            found = set(slots.tolist()) - {NO_SLOT}
+            found = sorted(set(slots.tolist()) - {NO_SLOT})
             self.groups = [(slot, (slots == slot).nonzero().squeeze(-1)) for slot in found]
+            self.padded = PaddedGroups.of(self.groups, num_slots)
 
 
 class SlotLinear(nn.Module):
@@ -97,6 +128,12 @@ class RowsLinear(SlotLinear):
     def forward(self, inputs: Tensor) -> Tensor:
         """Map [..., in_features] to [..., out_features]."""
         outputs: Tensor = self.base_layer(inputs)
+        if (padded := self.gate.padded) is not None:
+            own = inputs.flatten(0, -2).index_select(0, padded.table).float()
+            low = own.view(len(self.down), -1, self.in_features) @ self.down.transpose(1, 2)
+            added = (low @ self.up).flatten(0, 1).index_select(0, padded.kept)
+            outputs.flatten(0, -2).index_add_(0, padded.positions, added.to(outputs.dtype))
+            return outputs
         for slot, rows in self.gate.groups:
             if rank := self._ranks[slot]:
                 own = inputs.flatten(0, -2).index_select(0, rows).float()
@@ -152,7 +189,7 @@ class StepAdapters:
                 is_draft = is_draft & ~has_own_row
             drafts = is_draft.long() - 1
         self.drafts.set(drafts, is_fixed=self.is_fixed)
-        self.loras.set(slots, is_fixed=self.is_fixed)
+        self.loras.set(slots, is_fixed=self.is_fixed, num_slots=self.num_slots)
 
     @torch.inference_mode()
     def load(self, slot: int, weights: LoraWeights) -> None:

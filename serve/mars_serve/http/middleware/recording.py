@@ -98,7 +98,8 @@ class RecordMiddleware:
         if record.model not in self._telemetry.models:
             record.model = None  # text of the client, not the name of a model
         outcome = outcome_of(record, exchange, error)
-        if exchange.method == "POST" and exchange.path.startswith("/v1/"):
+        is_generating = exchange.path.startswith("/v1/") and not exchange.path.endswith("_adapter")
+        if exchange.method == "POST" and is_generating:
             self._telemetry.count(record.model, outcome)
             if outcome.startswith("rejected_") and exchange.status is not None:
                 self._telemetry.count_rejection(record.model, exchange.status, record.error_code)

@@ -97,7 +97,7 @@ async def test_the_response_is_valid_for_prometheus(client):
     response = await client.get("/metrics")
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     families = list(text_string_to_metric_families(response.text))
-    assert len(families) == 6 + 8 + 6 + 7
+    assert len(families) == 6 + 8 + 6 + 9
     check(families)
     for line in ("HELP", "TYPE"):
         assert response.text.count(f"# {line} marsray_num_requests_running ") == 1
