@@ -4,8 +4,6 @@ Each is a function that calls the launchers as an engine does; `compile.py` reco
 they launch and compiles them for GPUs. Further kernels add a function and a line in `LAUNCHES`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial

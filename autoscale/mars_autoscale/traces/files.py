@@ -1,4 +1,4 @@
-"""Request traces and their files: reads published formats and writes marsray's own.
+"""Request traces and their files: reads published formats and marsray's own.
 
 A trace is a list of `TraceRequest` in order of arrival.
 """
@@ -25,8 +25,6 @@ from mars_platform.tier import Tier
 
 PREFIX_BLOCK_TOKENS = 512
 """Tokens in a block of `TraceRequest.prefix`, as in the traces of Mooncake."""
-
-_CSV_COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens", "class")
 
 
 class TraceFormat(StrEnum):
@@ -71,7 +69,7 @@ def read_trace(path: Path, trace_format: TraceFormat | None = None) -> list[Trac
     """
     try:
         # bytes that are not UTF-8 are replaced; the error then names the row that holds them
-        with _open(path, "rt", "utf-8-sig", errors="replace") as file:
+        with _open(path) as file:
             first = file.readline()
             row_model = _ROW_MODELS[trace_format or _guess_format(path, first)]
             lines = chain([first], file)
@@ -85,28 +83,6 @@ def read_trace(path: Path, trace_format: TraceFormat | None = None) -> list[Trac
     begin_s = min(request.arrival_s for request in requests)
     requests.sort(key=lambda request: request.arrival_s)
     return [replace(r, arrival_s=round(r.arrival_s - begin_s, 6)) for r in requests]
-
-
-def write_trace(path: Path, trace: Iterable[TraceRequest]) -> None:
-    """Write a trace in the csv format, compressed if the name ends in ``.gz``.
-
-    The format has no prefixes, so they are left out.
-
-    Arrivals are rounded to 1 µs. `read_trace` shifts them to a first arrival at 0 s.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    try:
-        with _open(path, "wt", "utf-8") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(_CSV_COLUMNS)
-            for request in trace:
-                tokens = (request.prompt_tokens, request.output_tokens)
-                writer.writerow([f"{request.arrival_s:.6f}", *tokens, request.tier])
-    except OSError as error:
-        reason = _reason(error)
-        raise UserError(f"{path}: cannot be written ({reason}); choose another path") from error
 
 
 def _unix_seconds(text: str) -> float:
@@ -181,7 +157,7 @@ def _guess_format(path: Path, first: str) -> TraceFormat:
     raise UserError(
         f"{path}:1: the trace's format cannot be guessed from this line; it must be a JSON object "
         "(mooncake), or a header with TIMESTAMP,ContextTokens,GeneratedTokens (azure) or "
-        f"{','.join(_CSV_COLUMNS[:3])} (csv)"
+        "arrival_s,prompt_tokens,output_tokens (csv)"
     )
 
 
@@ -227,9 +203,10 @@ def _read_row(
         raise UserError(f"{path}:{line}: {problem}; correct or remove the row") from error
 
 
-def _open(path: Path, mode: str, encoding: str, errors: str = "strict") -> TextIO:
+def _open(path: Path) -> TextIO:
     opener = gzip.open if path.suffix == ".gz" else open
-    return cast("TextIO", opener(path, mode, encoding=encoding, errors=errors, newline=""))
+    file = opener(path, "rt", encoding="utf-8-sig", errors="replace", newline="")
+    return cast("TextIO", file)
 
 
 def _reason(error: Exception) -> str:

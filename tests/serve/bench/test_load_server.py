@@ -23,7 +23,7 @@ from mars_autoscale.model.capacity import AR, Capacity
 from mars_autoscale.model.step_times import linear_step_time
 from mars_autoscale.policy.outer_loop import AutoscalingBasis
 from mars_autoscale.policy.settings import OuterSettings
-from mars_autoscale.traces.files import TraceRequest, write_trace
+from mars_autoscale.traces.files import TraceRequest
 from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
 from mars_platform.cli.main import run
 from mars_platform.errors import UserError
@@ -37,6 +37,7 @@ from mars_serve.engine.ipc.client import EngineDied
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
 from rest.rest_server import ENGINE, SingleEngineBackend, app_of, served
+from trace_files import write_trace
 
 QUESTION = [{"role": "user", "content": "What is 3 plus 4?"}]
 KEY = "a key of this test alone"

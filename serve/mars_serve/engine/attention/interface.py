@@ -1,7 +1,5 @@
 """The interface of attention over paged keys and values, which each backend implements."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol

@@ -4,8 +4,6 @@ A step's metadata is one array of integers, padded to a `StepShape`, which a cap
 from a fixed address. Keys and values of masks are never read by a later step and are not kept.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 

@@ -1,7 +1,5 @@
 """Chooses the attention backend of a model on this machine, and logs the reason."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 from collections.abc import Sequence
