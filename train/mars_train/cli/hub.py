@@ -28,7 +28,7 @@ def push(
         bool, typer.Option("--card-only", help="Print the model card, and send nothing.")
     ] = False,
 ) -> None:
-    """Upload a trained model or adapter to the Hugging Face hub, with a model card.
+    """Upload a model or adapter to the Hugging Face hub.
 
     The files are compared with the manifest, and no others are sent. A README.md in the directory
     is the card; otherwise one is written from the run's own figures. Log in by `hf auth login`.
@@ -59,7 +59,10 @@ def pull(
     ],
     directory: Annotated[Path, typer.Argument(help="Directory to make.")],
 ) -> None:
-    """Download a model or adapter from the Hugging Face hub, and compare it with its manifest."""
+    """Download a model or adapter from the Hugging Face hub.
+
+    Its files are compared with its manifest.
+    """
     if directory.exists():
         raise UserError(f"{directory} is there already; name a directory that does not exist")
     from huggingface_hub import snapshot_download
