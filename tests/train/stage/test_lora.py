@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from decoding.families import build_family
+from decoding.tiny_models import build_model
 from decoding.wrappers import build_wrapper
 from mars_platform.checkpoint.adapter.layers import adaptable_layers
 from mars_platform.checkpoint.adapter.lora import merge_lora, read_lora
@@ -18,7 +19,7 @@ from mars_platform.checkpoint.adapter.settings import LoraSettings
 from mars_platform.checkpoint.directory import add_mask_token, load_model, read_checkpoint
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.checkpoint.metadata import METADATA_FILE
-from mars_train.stage.lora import add_lora
+from mars_train.stage.lora import add_lora, narrow_frozen
 from mars_train.stage.trainer import MODEL
 from mars_train.storage.directories import Storage
 from stage_runs import PROBE, STATES, build_job, run_stage, write_rows, write_start
@@ -159,10 +160,24 @@ def test_every_layer_is_changed_also_where_peft_would_refuse_it_or_mean_experts(
     assert all(".lora_" in name for name, each in model.named_parameters() if each.requires_grad)
 
 
+def test_weights_that_bfloat16_holds_are_kept_in_it_and_logits_stay_bit_for_bit():
+    model = build_model().bfloat16().float()
+    exact, wide = (model.model.layers[n].mlp.up_proj for n in (0, 1))
+    wide.weight.data[0, 0] = 1 + 2**-20
+    add_lora(model, LoraSettings(), None)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        before = logits_of(model, PROBE)
+        narrow_frozen(model)
+        assert torch.equal(logits_of(model, PROBE), before)
+    assert (exact.weight.dtype, wide.weight.dtype) == (torch.bfloat16, torch.float32)
+    assert {each.dtype for each in model.parameters() if each.requires_grad} == {torch.float32}
+
+
 def test_a_tower_for_images_stays_as_it_is():
     model = build_wrapper("gemma3")
-    config = add_lora(model, LoraSettings(target_modules=["q_proj"]), None)
+    config = add_lora(model, LoraSettings(target_modules=["q_proj"], dropout=0.25), None)
     changed = [name for name, part in model.named_modules() if isinstance(part, LoraLayer)]
+    assert model.get_submodule(changed[0]).lora_dropout["default"].p == 0.25
     assert changed == [f"model.language_model.layers.{n}.self_attn.q_proj" for n in (0, 1)]
     assert config.target_modules == changed
 

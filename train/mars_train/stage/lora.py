@@ -109,6 +109,18 @@ def add_lora(
     return config
 
 
+def narrow_frozen(model: nn.Module) -> None:
+    """Keep the weights beside a LoRA adapter in bfloat16 where that changes none of them.
+
+    Autocast would round them to it in every forward pass. In float32 they are twice as large.
+    """
+    layers = [part.get_base_layer() for part in model.modules() if isinstance(part, LoraLayer)]
+    for weight in (layer.get_parameter("weight") for layer in layers):
+        narrow = weight.data.bfloat16()
+        if weight.dtype == torch.float32 and torch.equal(narrow.float(), weight.data):
+            weight.data = narrow
+
+
 def _train_row(model: PreTrainedModel, token_id: int) -> None:
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     row = nn.Parameter(embedding.weight[token_id : token_id + 1].detach().clone())

@@ -52,6 +52,7 @@ from mars_train.stage.job import HostConnection, Notice, StageJob
 from mars_train.stage.lora import (
     add_lora,
     lora_weights,
+    narrow_frozen,
     own_weights,
     quantization_of,
     round_merged,
@@ -84,6 +85,8 @@ class StageTrainer:
         self.model, self.checkpoint = self._load_start()
         self.lora = self._add_lora()
         probe = self._probe()
+        if self.lora is not None and job.recipe.precision == "bf16":
+            narrow_frozen(self.model)
         attention = choose_attention(
             recipe.attention, self.model.config, probe.specs, workers.device
         )
