@@ -43,7 +43,7 @@ def test_a_proposed_recipe_fits_model_and_data_and_would_be_run(start, data, tmp
     assert recipe.data.loss_on == "last"
     assert recipe.data.max_length == 128
     assert [stage.objective for stage in recipe.stages] == ["ar", "generate", "mars"]
-    assert recipe.stages[0].batch_size == 200 // 32
+    assert recipe.stages[0].batch_size == 8
     assert check_before_start(RunDirectory(recipe, tmp_path / "out")) == start
     tokens = int(
         re.search(r"([\d,]+) tokens an epoch", "\n".join(found.estimate))[1].replace(",", "")
@@ -80,7 +80,7 @@ def test_conversations_of_several_answers_are_supervised_in_all_of_them(start, t
     recipe, _ = proposed(start, [file])
     assert recipe.data.loss_on == "all"
     assert recipe.data.train == [str(file)]
-    assert recipe.stages[0].batch_size == 1
+    assert recipe.stages[0].batch_size == 3
 
 
 def test_the_command_writes_a_file_once(start, data, tmp_path, capsys):

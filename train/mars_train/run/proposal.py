@@ -37,7 +37,7 @@ from mars_train.recipe import DataSettings, Recipe
 _HELD_OUT = re.compile(r"(?:^|[-_.])(eval|valid|validation|val|dev|test|held-?out)(?:[-_.]|$)")
 _BYTES_WHOLE, _BYTES_FROZEN, _ROOM = 16, 4, 1.2
 _TOKENS_AT_ONCE = {"cuda": 16_384, "cpu": 4_096}
-_MOST_CONVERSATIONS, _STEPS_AN_EPOCH, _EPOCHS = 384, 32, 3
+_LEAST_CONVERSATIONS, _MOST_CONVERSATIONS, _STEPS_AN_EPOCH, _EPOCHS = 8, 384, 32, 3
 _REACHED = 0.5
 """Share of the speed of large products that training reaches."""
 _GIB = 2**30
@@ -113,7 +113,8 @@ def propose(model: str, files: Sequence[str], hardware: Hardware) -> Proposal:
     length = _length(found, checkpoint.max_length)
     plan = _Plan.fitting(size, hardware)
     rows = found.counts.num_examples
-    batch = max(plan.num_workers, min(_MOST_CONVERSATIONS, rows // _STEPS_AN_EPOCH, rows), 1)
+    wanted = max(_LEAST_CONVERSATIONS, min(_MOST_CONVERSATIONS, rows // _STEPS_AN_EPOCH))
+    batch = max(plan.num_workers, min(wanted, rows))
     mean = max(1.0, float(np.minimum(found.lengths, length).mean()))
     at_once = min(-(-batch // plan.num_workers), int(_TOKENS_AT_ONCE[hardware.kind] / (2 * mean)))
     text = _TEMPLATE.format(
