@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -144,12 +144,22 @@ def test_any_frontier_is_read_as_it_was_written(shared, data):
     assert read_frontier(shared) == frontier
 
 
-@settings(derandomize=True, max_examples=500)
-@given(place=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255))
-def test_a_changed_byte_is_refused_or_changes_nothing(shared, place, byte):
+@pytest.fixture
+def written(shared):
+    """A frontier, and the bytes of its file."""
     frontier = frontier_of(weights=weights_fingerprint(shared))
-    file = write_frontier(shared, frontier)
-    raw = bytearray(file.read_bytes())
+    return frontier, write_frontier(shared, frontier).read_bytes()
+
+
+@settings(
+    derandomize=True,
+    max_examples=500,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # nothing changes what it gives
+)
+@given(place=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255))
+def test_a_changed_byte_is_refused_or_changes_nothing(shared, written, place, byte):
+    frontier, whole = written
+    file, raw = shared / FRONTIER_FILE, bytearray(whole)
     raw[int(place * len(raw))] = byte
     file.write_bytes(raw)
     try:
