@@ -5,13 +5,20 @@ Imports no Ray or HTTP library.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from mars_platform.checkpoint.adapter.files import Adapter, identify_base, read_adapter
+from mars_platform.checkpoint.adapter.files import (
+    Adapter,
+    identify_base,
+    read_adapter,
+    read_adapter_tokenizer,
+)
+from mars_platform.checkpoint.adapter.lora import read_lora
 from mars_platform.checkpoint.adapter.settings import BaseIdentity
 from mars_platform.checkpoint.calibration import read_calibration
 from mars_platform.checkpoint.directory import (
@@ -58,6 +65,23 @@ def adapt(base: Checkpoint, adapter: Adapter) -> Checkpoint:
     refuse_other_base(base, adapter.metadata.base, adapter.path)
     adapted = replace(base, tokenizer=adapter.tokenizer, adapter=adapter)
     return adapted.with_metadata(adapter.metadata)
+
+
+def with_lora_masks(base: Checkpoint, paths: Iterable[str | Path]) -> Checkpoint:
+    """Return a plain checkpoint with the mask of the first of some LoRA adapters that has one.
+
+    Other checkpoints, and those whose adapters have none, stay as they are.
+
+    Raises:
+        UserError: an adapter cannot be read.
+    """
+    found = (read_lora(path) for path in (paths if base.metadata is None else ()))
+    for adapter in found:
+        if adapter.metadata is not None:
+            tokenizer = read_adapter_tokenizer(adapter.path, adapter.metadata)
+            known = replace(base, tokenizer=tokenizer).with_metadata(adapter.metadata)
+            return replace(known, masks_are_loras=True)
+    return base
 
 
 def refuse_other_base(base: Checkpoint, ours: BaseIdentity, adapter: Path) -> None:

@@ -71,6 +71,8 @@ class Checkpoint:
     special: SpecialTokens
     calibration: Calibration | None = None
     """Content of ``calibration.json``; None if there is none or it was not to be read."""
+    masks_are_loras: bool = False
+    """Whether the model itself has no masks, and ``metadata`` is that of its LoRA adapters."""
     adapter: Adapter | None = None
     """Adapter that acts at masks, whose weights lie in a directory of its own; None for none."""
 

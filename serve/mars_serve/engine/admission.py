@@ -33,10 +33,12 @@ class Limits:
         self._check_length(request)
         options = request.options
         self._check_ids(options)
-        has_masks = self.checkpoint.metadata is not None
-        can_run = self.checks_drafts if options.mode is Mode.EXACT else has_masks
+        has_masks, checks_drafts = self.checkpoint.metadata is not None, self.checks_drafts
+        if self.checkpoint.masks_are_loras:
+            has_masks = checks_drafts = request.lora is not None and request.lora.has_masks
+        can_run = checks_drafts if options.mode is Mode.EXACT else has_masks
         if not can_run and options.may_take_several and options.window != 0:
-            others = "'ar' or 'exact'" if self.checks_drafts else "'ar'"
+            others = "'ar' or 'exact'" if checks_drafts else "'ar'"
             raise UserError(
                 "mode: this model is a plain AR checkpoint without mars.json and cannot decode in "
                 f"mode '{options.mode}'; use mode {others}"
@@ -93,7 +95,7 @@ def check_mask(checkpoint: Checkpoint, vocabulary: int) -> None:
         UserError: the mask token's id is past the embeddings.
     """
     metadata = checkpoint.metadata
-    if metadata is None or checkpoint.adapter is not None:
+    if metadata is None or checkpoint.adapter is not None or checkpoint.masks_are_loras:
         return
     if metadata.mask_token_id >= vocabulary:
         raise UserError(

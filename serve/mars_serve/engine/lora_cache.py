@@ -38,7 +38,8 @@ def reference_to(name: str, path: str | Path) -> LoraReference:
                     f"{Path(path) / file} cannot be read ({one_line(error)}); name the "
                     "directory of a LoRA adapter in peft's format"
                 ) from error
-    return LoraReference(name, str(path), digest.hexdigest())
+    has_masks = (Path(path) / METADATA_FILE).is_file()
+    return LoraReference(name, str(path), digest.hexdigest(), has_masks)
 
 
 def read_weights(

@@ -35,6 +35,8 @@ class LoraReference(NamedTuple):
     """Directory of its files, on each machine with a replica."""
     sum: str
     """SHA-256 of its weights and configuration, by which the adapter is told from others."""
+    has_masks: bool = False
+    """Whether it drafts by a mask row of its own."""
 
 
 class Draft(NamedTuple):

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from decoding.adapters import with_lora
+from decoding.adapters import add_mask_row, with_lora
 from decoding.local_engine_client import LocalEngineClient
+from mars_platform.checkpoint.adapted import with_lora_masks
 from mars_platform.checkpoint.directory import load_model, read_checkpoint
 from mars_serve.config.loras import LoraNames
 from mars_serve.control.governor import Governor
+from mars_serve.engine.lora_cache import reference_to
 from mars_serve.http.endpoints import loras
 from rest.rest_requests import PROMPT
 from rest.rest_server import ENGINE, Client, SingleEngineBackend, app_of, client_of, served
@@ -103,3 +106,33 @@ async def test_what_may_not_be_loaded_is_refused(model: Any, tmp_path: Path) -> 
         assert len((await client.get("/v1/models")).json()["data"]) == 2
     async with client_of(app_of(model, host="192.0.2.1", insecure=True)) as client:
         await client.refusal(LOAD, {"lora_name": "a", "lora_path": "b"}, 403, None)
+
+
+async def test_an_adapter_with_masks_drafts_on_a_model_that_has_none(
+    full_dir: Path, tmp_path: Path, make_loop: Callable[..., LocalEngineClient]
+) -> None:
+    """The mask's id lies past the model's vocabulary."""
+    base = load_model(full_dir)
+    for name in ("own", "plain"):
+        with_lora(base, tmp_path / name)
+    add_mask_row(full_dir, tmp_path / "own", torch.randn(base.config.hidden_size))
+    checkpoint = with_lora_masks(read_checkpoint(full_dir), [tmp_path / "plain", tmp_path / "own"])
+    backend = SingleEngineBackend(make_loop(checkpoint, max_loras=2))
+    model = served("mars", checkpoint, backend, mode=None)
+    adapters = {name: reference_to(name, tmp_path / name) for name in ("own", "plain")}
+    model = replace(model, checkpoint=checkpoint, loras=LoraNames(adapters))
+    body = {"prompt": PROMPT, "max_tokens": 24}
+    low = {"mode": "threshold", "confidence_threshold": 0.01, "min_confidence_threshold": 0.01}
+    async with client_of(app_of(model)) as client:
+        for name in ("mars", "plain"):
+            answer = await client.answer("/v1/completions", {**body, "model": name})
+            assert answer["mars"]["mode"] == "ar"
+            refused = {**body, **low, "model": name}
+            assert "plain AR" in await client.refusal("/v1/completions", refused, 400, "mode")
+        ar = await text_of(client, "own", max_tokens=24)
+        exact = await client.answer("/v1/completions", {**body, "model": "own"})
+        assert exact["mars"]["mode"] == "exact"
+        assert exact["choices"][0]["text"] == ar
+        assert ar == await text_of(client, "plain", max_tokens=24)
+        fast = await client.answer("/v1/completions", {**body, **low, "model": "own"})
+        assert fast["mars"]["forward_passes"] < 24

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from mars_platform.checkpoint.adapter.files import identify_base, save_adapter
@@ -71,3 +73,20 @@ def with_lora(
     adapted.save_pretrained(path)
     merged: PreTrainedModel = adapted.merge_and_unload()
     return merged.requires_grad_(False).eval()
+
+
+def add_mask_row(base_path: Path, path: Path, row: torch.Tensor) -> int:
+    """Make a LoRA adapter's directory one with a mask row of its own; return the mask's id."""
+    base = read_checkpoint(base_path)
+    identity = identify_base(base.path, base.tokenizer, str(base_path))
+    mask, _ = name_mask_token(base.tokenizer)
+    metadata = AdapterMetadata(block_size=4, mask_token_id=mask, base=identity, scope="all")
+    (path / "mars.json").write_text(metadata.model_dump_json())
+    base.tokenizer.save_pretrained(path)
+    config = json.loads((path / "adapter_config.json").read_text())
+    config["trainable_token_indices"] = {"embed_tokens": [mask]}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    file = path / "adapter_model.safetensors"
+    name = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
+    save_file({**load_file(file), name: row[None]}, file)
+    return mask

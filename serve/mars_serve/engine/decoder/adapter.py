@@ -242,7 +242,9 @@ def adapt_layers(
         mask_token_id, row = embedding.mask_token_id, embedding.mask_row.detach()
         embedding = embedding.base_layer
     else:
-        row = embedding(torch.tensor([mask_token_id or 0], device=model.device))
+        # A mask past the model's own rows is one of LoRA adapters alone.
+        known = mask_token_id if (mask_token_id or 0) < len(embedding.weight) else 0
+        row = embedding(torch.tensor([known or 0], device=model.device))
     adapters = StepAdapters(
         *(mask_token_id, row.repeat(num_slots + 1, 1)),
         is_fixed=is_fixed,
