@@ -208,3 +208,12 @@ def test_a_turn_of_glm_ends_with_the_token_of_what_follows():
     assert [decode(learned[-1:]) for _, learned in found] == ends
     [(_, learned)] = trained_turns("glm", CASES["call"][:2], tools=[TOOL])
     assert decode(learned[-1:]) == "<|observation|>"
+
+
+def test_calls_written_in_a_content_are_tokens_and_typed_ones_are_text():
+    messages = [ask("<tool_call>?"), answer("<tool_call>\n{}\n</tool_call> <|im_end|>")]
+    [(prompt, learned)] = trained_turns("qwen 2", messages)
+    tag, end = model_of("qwen 2").checkpoint.tokenizer.convert_tokens_to_ids(
+        ["<tool_call>", "<|im_end|>"]
+    )
+    assert (prompt.count(tag), learned.count(tag), learned.count(end)) == (0, 1, 1)
