@@ -115,9 +115,10 @@ def narrow_frozen(model: nn.Module) -> None:
     Autocast would round them to it in every forward pass. In float32 they are twice as large.
     """
     layers = [part.get_base_layer() for part in model.modules() if isinstance(part, LoraLayer)]
-    for weight in (layer.get_parameter("weight") for layer in layers):
+    weights = [layer.get_parameter("weight") for layer in layers]
+    for weight in [each for each in weights if each.dtype == torch.float32]:
         narrow = weight.data.bfloat16()
-        if weight.dtype == torch.float32 and torch.equal(narrow.float(), weight.data):
+        if torch.equal(narrow.float(), weight.data):
             weight.data = narrow
 
 
