@@ -165,6 +165,7 @@ _ARRIVALS = st.builds(
 def _model(family: str = "qwen2") -> PreTrainedModel:
     build = build_family if family in {**MIXED, **HYBRIDS} else build_model
     sizes = {"hidden_size": 16, "intermediate_size": 32, "initializer_range": 0.4}
+    sizes["mamba_expand"] = 4  # for Mamba's four heads of 16 numbers
     model = build(family, vocab_size=VOCABULARY, **sizes)
     with torch.no_grad():
         model.lm_head.weight[COMMON] *= 3  # outputs of few tokens: masks guess some of them right
@@ -312,7 +313,7 @@ QUICK = ("gemma4_text", "gpt_oss", "falcon_h1", "kimi_linear", "lfm2", "nemotron
     ],
 )
 def test_layers_of_every_kind_keep_to_the_oracle(family: str, seen: Counter[str]) -> None:
-    engine, source = _engine(family, **SIZES[0]), random.Random(0)
+    engine, source = _engine(family, **SIZES[0]), random.Random(3)
     modes = (Mode.THRESHOLD, Mode.EXACT, Mode.AR)
     arrivals = [
         Arrival(
