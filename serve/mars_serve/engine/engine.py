@@ -23,6 +23,7 @@ from mars_serve.engine.admission import Deadlines, Limits, check_mask
 from mars_serve.engine.attention.interface import Attention, group_layers
 from mars_serve.engine.attention.selection import choose_attention
 from mars_serve.engine.attention.sizing import PoolSizes, pool_sizes
+from mars_serve.engine.decoder.adapter import bytes_of_slot
 from mars_serve.engine.decoder.rotation import settle_rotation
 from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.drafting.sources import DraftSources
@@ -110,7 +111,10 @@ class Engine:
         self._drafting = DraftSources(num_lookup, self.window, has_states=probe.is_recurrent)
         max_drafts = self._drafting.max_drafts
         taken = slot_bytes(*layers, num_drafts=max_drafts, dtype=self.dtype)
-        sizes = pool_sizes(settings, groups, weights, taken)
+        lora_bytes = 0
+        if settings.max_loras:
+            lora_bytes = settings.max_loras * bytes_of_slot(weights, settings.max_lora_rank)
+        sizes = pool_sizes(settings, groups, weights, taken, lora_bytes)
         self.page_size, self.num_pages = sizes.page_size, sizes.num_pages
         self.specs = [spec.within(self.max_length) for spec in specs]
         """Attention of each layer, without windows that no text is long enough for."""

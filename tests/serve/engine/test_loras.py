@@ -21,6 +21,7 @@ from mars_platform.checkpoint.adapter.lora import read_lora
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
+from mars_serve.engine.decoder.adapter import bytes_of_slot
 from mars_serve.engine.decoding_options import DecodingOptions, Outcomes
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.lora_cache import read_weights, reference_to
@@ -135,6 +136,10 @@ def test_each_of_several_adapters_in_one_batch_gives_its_merged_models_output(
     slots = engine._memory.loras
     assert slots is not None
     assert slots.num_loads > 3
+    taken = sum(
+        each.down.nbytes + each.up.nbytes for each in engine._runner.adapters.layers.values()
+    )
+    assert taken == 2 * bytes_of_slot(models[0].merged, 4)
 
 
 def test_layers_of_every_kind_add_products(make_engine: Engines, tmp_path: Path) -> None:

@@ -83,9 +83,9 @@ class AcceptanceStatistics:
 
     Entry d-1 is P(depth d accepted | it was proposed and all depths before it were accepted).
     A row's evidence decays with a half-life of 20 observations and is shrunk towards the estimate
-    for all rows with the same confidence measure and τ (rounded to 0.05). That estimate is itself
-    shrunk towards an optimistic prior. All evidence also fades with every step, which makes the
-    engine try masks again that it had given up.
+    for all rows with the same adapter, confidence measure and τ (rounded to 0.05). That estimate is
+    itself shrunk towards an optimistic prior. All evidence also fades with every step, which makes
+    the engine try masks again that it had given up.
 
     The cost of trying was simulated for one row whose masks are all rejected. At worst, over many
     costs of a mask, it is the time of about six steps at the start, then 0.7 % of the time with 8
@@ -151,9 +151,12 @@ class AcceptanceStatistics:
         self._engine.add(engine, new)
 
 
-def _kind(request: Request) -> tuple[str, int]:
-    """Return the key of the requests that are assumed to have similar acceptance."""
+def _kind(request: Request) -> tuple[str, int, int]:
+    """Return the key of the requests that are assumed to have similar acceptance: no LoRA adapter
+    whose masks are bad spoils what is known of others.
+    """
+    slot = request.lora_slot
     if request.plan.checks_drafts:
         temperature = round(request.options.sampling.temperature * 5)
-        return f"drafts {request.options.grammar is not None}", temperature
-    return request.options.confidence, round(request.plan.threshold * 20)
+        return f"drafts {request.options.grammar is not None}", temperature, slot
+    return request.options.confidence, round(request.plan.threshold * 20), slot

@@ -26,12 +26,14 @@ def pool_sizes(
     groups: Sequence[LayerGroup],
     model: PreTrainedModel,
     slot_bytes: int = 0,
+    lora_bytes: int = 0,
 ) -> PoolSizes:
     """Return the pages that the settings give or the device's memory allows.
 
     On a GPU, pages fill the memory that is free once ``model``, of layers in ``groups``, is on it,
     within this process's share of the device, as `torch.cuda.set_per_process_memory_fraction` has
-    set it. States of recurrent layers of ``slot_bytes`` each take a part of that.
+    set it. States of recurrent layers of ``slot_bytes`` each take a part of that, as do
+    ``lora_bytes`` of slots for LoRA adapters.
 
     Raises:
         UserError: the memory does not hold one page.
@@ -46,7 +48,7 @@ def pool_sizes(
         for group in groups:
             num_bytes = group.elements_per_token * page_size * model.dtype.itemsize
             page_bytes[group.is_bounded] += num_bytes
-        taken = (settings.num_state_slots + 1) * slot_bytes
+        taken = (settings.num_state_slots + 1) * slot_bytes + lora_bytes
         num_pages = _num_fitting(settings, model.device, taken, room, *page_bytes)
     num_pages = num_pages or CPU_PAGES
     return PoolSizes(
@@ -75,8 +77,8 @@ def _num_fitting(
     )
     if fitting < 1:
         needed = f"one page of {(page_bytes + window_bytes) / 2**20:.1f} MiB"
-        states = f" and {taken / 2**20:.0f} MiB of states" if taken else ""
-        fewer = ", lower engine.max_num_seqs or engine.num_state_snapshots" if taken else ""
+        states = f" and {taken / 2**20:.0f} MiB of states and adapters" if taken else ""
+        fewer = ", lower engine.max_num_seqs, num_state_snapshots or max_loras" if taken else ""
         raise UserError(
             f"engine.memory_fraction: {free / 2**20:.0f} MiB are left beside the weights, of which "
             f"the pool's share is less than {needed}{states}; use a larger GPU or share of one, or "

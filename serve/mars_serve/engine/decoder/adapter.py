@@ -272,6 +272,13 @@ def adapt_layers(
         }
 
 
+def bytes_of_slot(model: PreTrainedModel, rank: int) -> int:
+    """Return the bytes that a slot for LoRA adapters takes beside a model's weights on a GPU."""
+    layers = (getattr(each, "base_layer", each) for _, _, each in _adaptable(model))
+    num_features = sum(layer.in_features + layer.out_features for layer in layers)
+    return int(rank * model.dtype.itemsize * num_features)
+
+
 def step_adapters(model: PreTrainedModel) -> StepAdapters | None:
     """Return the adapters of a model that `adapt_layers` has changed, or None for another model."""
     embedding: Any = model.get_input_embeddings()

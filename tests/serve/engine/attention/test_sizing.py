@@ -51,7 +51,7 @@ def test_states_take_their_part_before_pages(gpu):
     page_bytes, num_slots = WHOLE.elements_per_token * 256 * 2, 2 * 32 + 64 + 1
     sizes = pool_sizes(SETTINGS, [WHOLE], MODEL, slot_bytes=100 * 2**20)
     assert sizes.num_pages == (32 * GIB - num_slots * 100 * 2**20) // page_bytes
-    with pytest.raises(UserError, match=r"33024 MiB of states; .*num_state_snapshots$"):
+    with pytest.raises(UserError, match=r"33024 MiB of states and adapters; .*max_loras$"):
         pool_sizes(SETTINGS, [WHOLE], MODEL, slot_bytes=2**28)
 
 
