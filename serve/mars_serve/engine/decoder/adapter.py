@@ -209,6 +209,11 @@ class MaskEmbedding(nn.Module):
         super().__init__()
         self.base_layer, self.adapters = base_layer, adapters
 
+    @property
+    def weight(self) -> Tensor:
+        """Rows of the model's own embedding, which some decoders ask for their number type."""
+        return self.base_layer.get_parameter("weight")
+
     def forward(self, ids: Tensor) -> Tensor:
         """Map token ids [..., positions], those of the step, to [..., positions, width]."""
         is_mask, sources = self.adapters.is_mask, self.adapters.mask_sources
