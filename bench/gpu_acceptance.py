@@ -32,7 +32,7 @@ PACKAGES = ROOT / "build/gpu-packages"
 """Where ``bench/gpu_wheels.sh`` puts the packages that the machine lacks."""
 _SOURCES = [ROOT / name for name in ("platform", "train", "serve", "autoscale")]
 _NEEDED = ("torch", "transformers", "accelerate", "pyarrow", "rich", "typer", "pytest")
-_CARRIED = ("pydantic", "llguidance", "prometheus_client", "platformdirs")
+_CARRIED = ("pydantic", "llguidance", "prometheus_client", "platformdirs", "peft")
 """Modules that ``bench/gpu_wheels.sh`` fetches for machines that lack them."""
 _TOLD = ("torch", "triton", "transformers", "numpy", "pydantic", "llguidance")
 _GRACE_S = 20.0
