@@ -31,6 +31,7 @@ METADATA_FILE = "mars.json"
 CHAT_TEMPLATE_FILE = "chat_template.json"
 """Place of the chat template in older multimodal checkpoints, which only processors read."""
 ADAPTER_FILE = "adapter_config.json"
+ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 _DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _REMEDY = "copy the checkpoint's file again"

@@ -205,9 +205,9 @@ class ServedModel:
         Raises:
             UserError: it cannot be read, or does not fit.
         """
-        from mars_serve.engine.lora_cache import read_weights, reference_to
+        from mars_serve.engine.lora_cache import read_weights
 
-        lora = reference_to(name, path)
+        lora = LoraReference.to(name, path)
         read_weights(lora, self.checkpoint, self.settings.engine)
         return lora
 

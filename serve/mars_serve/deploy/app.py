@@ -27,7 +27,7 @@ from mars_serve.config.served import ServedModel, read_served, with_dtype
 from mars_serve.config.settings import ModelSettings, ServeSettings
 from mars_serve.control.reporting import report_in_thread
 from mars_serve.deploy.backend import ReplicaBackend
-from mars_serve.engine.lora_cache import reference_to
+from mars_serve.engine.request import LoraReference
 from mars_serve.observability.ingress_telemetry import IngressTelemetry
 from mars_serve.observability.ray_metrics import RayMirror
 from mars_serve.replica.replica import ModelReplica
@@ -68,7 +68,9 @@ class Ingress:
                 read_served(model),
                 self._backends[model.name],
                 created,
-                LoraNames({each.name: reference_to(each.name, each.path) for each in model.loras}),
+                LoraNames(
+                    {each.name: LoraReference.to(each.name, each.path) for each in model.loras}
+                ),
             )
             for model in settings.models
         }

@@ -1,45 +1,20 @@
 """Reads LoRA adapters for an engine's model, and keeps those that were read in main memory."""
 
-import hashlib
 import logging
 from collections import OrderedDict
 from concurrent.futures import Future
-from pathlib import Path
 from threading import Lock
 
 import torch
 
 from mars_platform.checkpoint.adapted import refuse_other_base
-from mars_platform.checkpoint.adapter.files import WEIGHTS_FILE
 from mars_platform.checkpoint.adapter.lora import LoraWeights, read_lora
 from mars_platform.checkpoint.directory import Checkpoint, loader_of
-from mars_platform.checkpoint.metadata import ADAPTER_FILE, METADATA_FILE
-from mars_platform.errors import UserError, one_line
+from mars_platform.errors import UserError
 from mars_serve.engine.request import LoraReference, Request
 from mars_serve.engine.settings import EngineSettings
 
 _log = logging.getLogger(__name__)
-
-
-def reference_to(name: str, path: str | Path) -> LoraReference:
-    """Return a reference to a LoRA adapter as its files are now.
-
-    Raises:
-        UserError: a file is missing or cannot be read.
-    """
-    digest = hashlib.sha256()
-    for file in (ADAPTER_FILE, WEIGHTS_FILE, METADATA_FILE):
-        try:
-            with (Path(path) / file).open("rb") as stream:
-                digest.update(hashlib.file_digest(stream, "sha256").digest())
-        except OSError as error:
-            if file != METADATA_FILE:
-                raise UserError(
-                    f"{Path(path) / file} cannot be read ({one_line(error)}); name the "
-                    "directory of a LoRA adapter in peft's format"
-                ) from error
-    has_masks = (Path(path) / METADATA_FILE).is_file()
-    return LoraReference(name, str(path), digest.hexdigest(), has_masks)
 
 
 def read_weights(
@@ -51,7 +26,7 @@ def read_weights(
         UserError: a file is missing, damaged or another than the reference means, or the adapter
             does not fit the model or the slots.
     """
-    if reference_to(lora.name, lora.path) != lora:
+    if LoraReference.to(lora.name, lora.path) != lora:
         raise UserError(
             f"model: the files of the LoRA adapter {lora.name!r} are others than when it was "
             "loaded; load it again"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from mars_platform.checkpoint.metadata import ADAPTER_FILE, ADAPTER_WEIGHTS_FILE, METADATA_FILE
+from mars_platform.errors import UserError, one_line
 from mars_platform.method.mode import LiveDecoding
 from mars_platform.tier import Tier
 from mars_serve.engine.decoding_options import DecodingOptions, FinishReason, Span
@@ -37,6 +41,27 @@ class LoraReference(NamedTuple):
     """SHA-256 of its weights and configuration, by which the adapter is told from others."""
     has_masks: bool = False
     """Whether it drafts by a mask row of its own."""
+
+    @classmethod
+    def to(cls, name: str, path: str | Path) -> LoraReference:
+        """Return a reference to a LoRA adapter as its files are now.
+
+        Raises:
+            UserError: a file is missing or cannot be read.
+        """
+        digest = hashlib.sha256()
+        for file in (ADAPTER_FILE, ADAPTER_WEIGHTS_FILE, METADATA_FILE):
+            try:
+                with (Path(path) / file).open("rb") as stream:
+                    digest.update(hashlib.file_digest(stream, "sha256").digest())
+            except OSError as error:
+                if file != METADATA_FILE:
+                    raise UserError(
+                        f"{Path(path) / file} cannot be read ({one_line(error)}); name the "
+                        "directory of a LoRA adapter in peft's format"
+                    ) from error
+        has_masks = (Path(path) / METADATA_FILE).is_file()
+        return cls(name, str(path), digest.hexdigest(), has_masks)
 
 
 class Draft(NamedTuple):

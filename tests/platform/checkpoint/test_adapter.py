@@ -16,7 +16,6 @@ from decoding.families import build_family
 from decoding.tiny_models import build_model
 from mars_platform.checkpoint.adapted import adapt, check_fit, load_weights, read_model
 from mars_platform.checkpoint.adapter.files import (
-    WEIGHTS_FILE,
     identify_base,
     read_adapter,
     save_adapter,
@@ -35,7 +34,11 @@ from mars_platform.checkpoint.directory import (
 )
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.checkpoint.manifest import MANIFEST, describe_all
-from mars_platform.checkpoint.metadata import ADAPTER_FILE, METADATA_FILE
+from mars_platform.checkpoint.metadata import (
+    ADAPTER_FILE,
+    ADAPTER_WEIGHTS_FILE,
+    METADATA_FILE,
+)
 from mars_platform.checkpoint.tokenizer import name_mask_token
 from mars_platform.errors import UserError
 from mars_platform.method.reference import decode
@@ -79,7 +82,7 @@ def adapter_copy(adapter_path, tmp_path):
     return shutil.copytree(adapter_path, tmp_path / "adapter")
 
 
-@pytest.mark.parametrize("name", ["README.md", WEIGHTS_FILE, MANIFEST])
+@pytest.mark.parametrize("name", ["README.md", ADAPTER_WEIGHTS_FILE, MANIFEST])
 def test_an_adapter_with_a_link_out_of_its_directory_is_refused(adapter_copy, tmp_path, name):
     (adapter_copy / name).unlink(missing_ok=True)
     (adapter_copy / name).symlink_to(tmp_path / "secret")
@@ -206,7 +209,7 @@ def test_an_adapter_holds_its_own_weights_only(base_path, adapter_path):
     assert adapter.settings.rank == 4
     assert adapter.settings.scale == 2.0
     assert len(adapter.settings.target_modules) == 7
-    tensors = load_file(adapter_path / WEIGHTS_FILE)
+    tensors = load_file(adapter_path / ADAPTER_WEIGHTS_FILE)
     assert len(tensors) == 1 + 2 * 7 * CONFIG["num_hidden_layers"]
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
@@ -304,7 +307,7 @@ def test_a_newer_format_is_refused(base_path, adapter_copy):
     [
         (ADAPTER_FILE, f"holds no {ADAPTER_FILE}, so it is no adapter"),
         (METADATA_FILE, f"holds no {METADATA_FILE}, so its weights are not for masks"),
-        (WEIGHTS_FILE, f"{WEIGHTS_FILE} cannot be read"),
+        (ADAPTER_WEIGHTS_FILE, f"{ADAPTER_WEIGHTS_FILE} cannot be read"),
         ("tokenizer.json", "the tokenizer in"),
     ],
 )
@@ -326,7 +329,7 @@ def test_weights_of_another_rank_are_refused(base_path, adapter_copy):
 
 
 def test_weights_that_are_missing_or_too_many_are_refused(base_path, adapter_copy):
-    file = adapter_copy / WEIGHTS_FILE
+    file = adapter_copy / ADAPTER_WEIGHTS_FILE
     tensors = load_file(file)
     name = min(tensors)
     save_file({key: value for key, value in tensors.items() if key != name}, file)
@@ -386,9 +389,9 @@ def test_ranks_and_scales_out_of_range_are_refused(base_path, adapter_copy, key,
 
 def with_first_weight(path, change):
     """Change the first of an adapter's weights; the file and the weight's name are returned."""
-    tensors = load_file(path / WEIGHTS_FILE)
+    tensors = load_file(path / ADAPTER_WEIGHTS_FILE)
     name = min(tensors)
-    save_file({**tensors, name: change(tensors[name])}, path / WEIGHTS_FILE)
+    save_file({**tensors, name: change(tensors[name])}, path / ADAPTER_WEIGHTS_FILE)
     return name
 
 
@@ -404,12 +407,15 @@ def with_first_weight(path, change):
 def test_numbers_that_are_not_finite_are_refused(base_path, adapter_copy, spoil, load):
     name = with_first_weight(adapter_copy, spoil)
     message = refusal(base_path, adapter_copy, load)
-    assert f"{name} in {adapter_copy / WEIGHTS_FILE} holds other numbers than finite" in message
+    assert (
+        f"{name} in {adapter_copy / ADAPTER_WEIGHTS_FILE} holds other numbers than finite"
+        in message
+    )
 
 
 def test_a_header_of_absurd_size_is_refused(base_path, adapter_copy):
-    (adapter_copy / WEIGHTS_FILE).write_bytes((2**60).to_bytes(8, "little") + b"{}")
-    assert f"{WEIGHTS_FILE} cannot be read" in refusal(base_path, adapter_copy)
+    (adapter_copy / ADAPTER_WEIGHTS_FILE).write_bytes((2**60).to_bytes(8, "little") + b"{}")
+    assert f"{ADAPTER_WEIGHTS_FILE} cannot be read" in refusal(base_path, adapter_copy)
 
 
 def test_a_row_for_another_token_is_refused(base_path, adapter_copy):

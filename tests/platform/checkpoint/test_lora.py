@@ -13,10 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from decoding.tiny_models import build_model
 from decoding.wrappers import build_wrapper
-from mars_platform.checkpoint.adapter.files import WEIGHTS_FILE
 from mars_platform.checkpoint.adapter.layers import adaptable_layers
 from mars_platform.checkpoint.adapter.lora import merge_lora, read_lora
-from mars_platform.checkpoint.metadata import ADAPTER_FILE
+from mars_platform.checkpoint.metadata import ADAPTER_FILE, ADAPTER_WEIGHTS_FILE
 from mars_platform.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers")  # of peft's calls
@@ -85,7 +84,7 @@ def test_layers_of_a_multimodal_model_are_found(base, tmp_path, is_adapter_multi
     whole = build_wrapper("gemma3")
     assert all(".language_model." in name for name in adaptable_layers(whole))
     written(whole, tmp_path, target_modules=r".*language_model.*(q|down)_proj")
-    tensors, file = load_file(tmp_path / WEIGHTS_FILE), tmp_path / WEIGHTS_FILE
+    tensors, file = load_file(tmp_path / ADAPTER_WEIGHTS_FILE), tmp_path / ADAPTER_WEIGHTS_FILE
     if not is_adapter_multimodal:
         save_file({key.replace("language_model.", ""): tensors[key] for key in tensors}, file)
     ours = read_lora(tmp_path).weights(whole)
@@ -151,7 +150,7 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 )
 def test_weights_that_do_not_fit_are_refused(base, lora_copy, change, problem):
     """None of them may leave the model as it is without a word (vllm-project/vllm#34186)."""
-    save_file(change(load_file(lora_copy / WEIGHTS_FILE)), lora_copy / WEIGHTS_FILE)
+    save_file(change(load_file(lora_copy / ADAPTER_WEIGHTS_FILE)), lora_copy / ADAPTER_WEIGHTS_FILE)
     assert problem in refusal(base, lora_copy)
 
 

@@ -24,8 +24,8 @@ from mars_platform.method.mode import Mode
 from mars_serve.engine.decoder.adapter import bytes_of_slot
 from mars_serve.engine.decoding_options import DecodingOptions, Outcomes
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.lora_cache import read_weights, reference_to
-from mars_serve.engine.request import Request
+from mars_serve.engine.lora_cache import read_weights
+from mars_serve.engine.request import LoraReference, Request
 
 SPECIAL = SpecialTokens(eos=frozenset({1}), never_emitted=frozenset({0, 3}))
 KINDS: dict[str, dict[str, Any]] = {
@@ -50,7 +50,7 @@ class Served:
 
 
 def serve(name: str, path: Path, merged: PreTrainedModel, **parts: Any) -> Served:
-    return Served(merged, {"lora": reference_to(name, path), **parts})
+    return Served(merged, {"lora": LoraReference.to(name, path), **parts})
 
 
 @pytest.fixture(scope="module")
@@ -193,11 +193,13 @@ def test_an_adapter_that_cannot_be_served_is_refused_aloud(
     with_lora(base, tmp_path / "high", rank=5)
     with_lora(build_model("qwen2", vocab_size=32, hidden_size=16), tmp_path / "narrow")
     with_lora(build_model("gptj", vocab_size=32), tmp_path / "other", target_modules=["fc_in"])
-    changed = reference_to("changed", tmp_path / "good")._replace(sum="0" * 64)
+    changed = LoraReference.to("changed", tmp_path / "good")._replace(sum="0" * 64)
     cases = {
-        "has rank 5, more than the 4 .*engine.max_lora_rank": reference_to("a", tmp_path / "high"),
-        "has the shape .*model need": reference_to("a", tmp_path / "narrow"),
-        "fc_in.* is for no layer": reference_to("a", tmp_path / "other"),
+        "has rank 5, more than the 4 .*engine.max_lora_rank": LoraReference.to(
+            "a", tmp_path / "high"
+        ),
+        "has the shape .*model need": LoraReference.to("a", tmp_path / "narrow"),
+        "fc_in.* is for no layer": LoraReference.to("a", tmp_path / "other"),
         "are others than when it was loaded": changed,
         "cannot be read": changed._replace(path=str(tmp_path / "absent")),
     }
@@ -208,7 +210,7 @@ def test_an_adapter_that_cannot_be_served_is_refused_aloud(
             engine.add(Request("a", [5], DecodingOptions(1), lora=reference))
     assert not engine.has_work
     without = engine_of(base, "gathered", max_loras=0)
-    request = Request("a", [5], DecodingOptions(1), lora=reference_to("a", tmp_path / "good"))
+    request = Request("a", [5], DecodingOptions(1), lora=LoraReference.to("a", tmp_path / "good"))
     with pytest.raises(UserError, match=r"no slots for LoRA adapters; set engine\.max_loras"):
         without.add(request)
     with pytest.raises(UserError, match="batch_invariant: the products of LoRA"):

@@ -16,7 +16,7 @@ from mars_platform.checkpoint.adapted import with_lora_masks
 from mars_platform.checkpoint.directory import load_model, read_checkpoint
 from mars_serve.config.loras import LoraNames
 from mars_serve.control.governor import Governor
-from mars_serve.engine.lora_cache import reference_to
+from mars_serve.engine.request import LoraReference
 from mars_serve.http.endpoints import loras
 from rest.rest_requests import PROMPT
 from rest.rest_server import ENGINE, Client, SingleEngineBackend, app_of, client_of, served
@@ -119,7 +119,7 @@ async def test_an_adapter_with_masks_drafts_on_a_model_that_has_none(
     checkpoint = with_lora_masks(read_checkpoint(full_dir), [tmp_path / "plain", tmp_path / "own"])
     backend = SingleEngineBackend(make_loop(checkpoint, max_loras=2))
     model = served("mars", checkpoint, backend, mode=None)
-    adapters = {name: reference_to(name, tmp_path / name) for name in ("own", "plain")}
+    adapters = {name: LoraReference.to(name, tmp_path / name) for name in ("own", "plain")}
     model = replace(model, checkpoint=checkpoint, loras=LoraNames(adapters))
     body = {"prompt": PROMPT, "max_tokens": 24}
     low = {"mode": "threshold", "confidence_threshold": 0.01, "min_confidence_threshold": 0.01}

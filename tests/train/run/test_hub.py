@@ -176,3 +176,8 @@ def test_unlisted_files_and_passwords_are_not_sent(hub, trained, capsys, name, c
 def test_a_name_that_the_hub_does_not_take_is_told_in_one_line(hub, trained, capsys):
     assert run(["push", str(trained), "not a name"]) == 2
     assert capsys.readouterr().err.startswith("error: not a name: the Hugging Face hub does not ")
+
+
+def test_a_directory_without_a_model_has_no_card(tmp_path, capsys):
+    assert run(["push", str(tmp_path / "absent"), "me/tuned", "--card-only"]) == 2
+    assert "holds neither a checkpoint nor an adapter" in capsys.readouterr().err

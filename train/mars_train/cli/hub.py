@@ -33,8 +33,14 @@ def push(
     The files are compared with the manifest, and no others are sent. A README.md in the directory
     is the card; otherwise one is written from the run's own figures. Log in by `hf auth login`.
     """
+    from mars_platform.checkpoint.metadata import ADAPTER_FILE
     from mars_train.run.model_card import model_card
 
+    if not (directory / "config.json").is_file() and not (directory / ADAPTER_FILE).is_file():
+        raise UserError(
+            f"{directory} holds neither a checkpoint nor an adapter; name the directory that "
+            "marsray train wrote"
+        )
     if card_only:
         typer.echo(model_card(directory, repository), nl=False)
         return

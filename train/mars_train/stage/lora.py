@@ -18,11 +18,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
-from mars_platform.checkpoint.adapter.files import WEIGHTS_FILE
 from mars_platform.checkpoint.adapter.layers import adaptable_layers, resolve_targets
 from mars_platform.checkpoint.adapter.lora import LoraWeights
 from mars_platform.checkpoint.adapter.settings import AdapterMetadata, LoraSettings
-from mars_platform.checkpoint.metadata import METADATA_FILE
+from mars_platform.checkpoint.metadata import ADAPTER_WEIGHTS_FILE, METADATA_FILE
 from mars_platform.mixing.head import layers_of
 
 _FIRST, _SECOND, _ROW = ".lora_A.default.weight", ".lora_B.default.weight", ".mask_row"
@@ -195,7 +194,7 @@ def save_lora(
         key = f"{prefix}{embedding}.token_adapter.trainable_tokens_delta"
         tensors[key] = weights.mask_row[None]
     found = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
-    save_file(found, path / WEIGHTS_FILE, metadata={"format": "pt"})
+    save_file(found, path / ADAPTER_WEIGHTS_FILE, metadata={"format": "pt"})
     config.inference_mode = True
     config.save_pretrained(str(path))
     if metadata is not None:

@@ -34,7 +34,12 @@ from mars_platform.checkpoint.adapter.settings import (
 )
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.checkpoint.manifest import MANIFEST, Damaged, refuse_links_out, verify
-from mars_platform.checkpoint.metadata import ADAPTER_FILE, MASK_TOKEN, METADATA_FILE
+from mars_platform.checkpoint.metadata import (
+    ADAPTER_FILE,
+    ADAPTER_WEIGHTS_FILE,
+    MASK_TOKEN,
+    METADATA_FILE,
+)
 from mars_platform.checkpoint.tokenizer import mask_id, read_tokenizer
 from mars_platform.config import Settings, build_settings, read_json
 from mars_platform.errors import UserError, one_line
@@ -42,7 +47,6 @@ from mars_platform.errors import UserError, one_line
 if TYPE_CHECKING:  # importing it takes seconds, and a server's ingress loads no model
     from transformers import PreTrainedModel
 
-WEIGHTS_FILE = "adapter_model.safetensors"
 _REMEDY = "copy all of the adapter's files again"
 _WITHOUT_EFFECT = {"_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 """Keys of ``config.json`` that do not change the output of a model whose weights are the same."""
@@ -137,7 +141,7 @@ class Adapter:
             raise UserError(
                 f"adapter: {self.path / ADAPTER_FILE} does not fit the model ({error}); {_REMEDY}"
             ) from error
-        fill_adapter(model, tensors, str(self.path / WEIGHTS_FILE))
+        fill_adapter(model, tensors, str(self.path / ADAPTER_WEIGHTS_FILE))
 
 
 def read_adapter(path: str | Path) -> Adapter:
@@ -200,7 +204,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     Raises:
         UserError: the weights are missing or damaged.
     """
-    file = path / WEIGHTS_FILE
+    file = path / ADAPTER_WEIGHTS_FILE
     try:
         return load_file(file)
     except (OSError, SafetensorError) as error:
@@ -232,7 +236,7 @@ def save_adapter(
         name: parameter.detach().cpu().contiguous()
         for name, parameter in adapter_parameters(model).items()
     }
-    save_file(tensors, path / WEIGHTS_FILE, metadata={"format": "pt"})
+    save_file(tensors, path / ADAPTER_WEIGHTS_FILE, metadata={"format": "pt"})
     _write_json(path / ADAPTER_FILE, {**config.model_dump(mode="json"), "inference_mode": True})
     _write_json(path / METADATA_FILE, metadata.model_dump(mode="json"))
     tokenizer.save_pretrained(path)

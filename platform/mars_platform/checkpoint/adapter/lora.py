@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from mars_platform.checkpoint.adapter.files import (
-    WEIGHTS_FILE,
     PeftConfig,
     open_adapter,
     read_adapter_tokenizer,
@@ -28,7 +27,11 @@ from mars_platform.checkpoint.adapter.files import (
 )
 from mars_platform.checkpoint.adapter.layers import adaptable_layers
 from mars_platform.checkpoint.adapter.settings import AdapterMetadata
-from mars_platform.checkpoint.metadata import ADAPTER_FILE, METADATA_FILE
+from mars_platform.checkpoint.metadata import (
+    ADAPTER_FILE,
+    ADAPTER_WEIGHTS_FILE,
+    METADATA_FILE,
+)
 from mars_platform.config import build_settings, read_json
 from mars_platform.errors import UserError
 
@@ -133,7 +136,7 @@ class LoraAdapter:
                 raise self._refusal(f"{name} holds other numbers than finite ones")
 
     def _refusal(self, problem: str) -> UserError:
-        return UserError(f"adapter: {self.path / WEIGHTS_FILE}: {problem}; {_REMEDY}")
+        return UserError(f"adapter: {self.path / ADAPTER_WEIGHTS_FILE}: {problem}; {_REMEDY}")
 
 
 def read_lora(path: str | Path) -> LoraAdapter:
