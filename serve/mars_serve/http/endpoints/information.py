@@ -164,7 +164,9 @@ def find_model(models: Mapping[str, ServedModel], name: str) -> ServedModel:
         for model in models.values():
             if (lora := model.loras.current.get(name)) is not None:
                 return model.with_lora(lora)
-        names = ", ".join(models)
+        names = ", ".join(
+            [*models, *(lora for each in models.values() for lora in each.loras.current)]
+        )
         message = f"model: there is no {clipped(name, _MAX_NAME)!r} here; this server has {names}"
         raise ApiError(404, message, param="model", code="model_not_found")
     return models[name]

@@ -155,8 +155,11 @@ def _allowed(model: ServedModel, path: str) -> Path:
         found = None
     allowed = [Path(each).resolve() for each in model.settings.lora_directories]
     if found is None or not any(found.is_relative_to(each) for each in allowed):
-        where = "lora_directories of the model's settings, " + (
-            "in which it has to be a directory" if allowed else "which name none; set them"
+        remedy = (
+            "name a directory below one of the model's lora_directories"
+            if allowed
+            else "adapters are loaded from the model's lora_directories, of which there are none; "
+            "set them, and start the server again"
         )
-        raise invalid_value("lora_path", f"there is none below the {where}")
+        raise invalid_value("lora_path", remedy)
     return found
