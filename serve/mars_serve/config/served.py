@@ -208,7 +208,7 @@ class ServedModel:
         from mars_serve.engine.lora_cache import read_weights
 
         lora = LoraReference.to(name, path)
-        read_weights(lora, self.checkpoint, self.settings.engine)
+        read_weights(lora, self.masked or self.checkpoint, self.settings.engine)
         return lora
 
     @cached_property

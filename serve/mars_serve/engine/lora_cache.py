@@ -26,11 +26,6 @@ def read_weights(
         UserError: a file is missing, damaged or another than the reference means, or the adapter
             does not fit the model or the slots.
     """
-    if LoraReference.to(lora.name, lora.path) != lora:
-        raise UserError(
-            f"model: the files of the LoRA adapter {lora.name!r} are others than when it was "
-            "loaded; load it again"
-        )
     adapter = read_lora(lora.path)
     if adapter.config.r > settings.max_lora_rank:
         raise UserError(
@@ -48,7 +43,14 @@ def read_weights(
             )
     with torch.device("meta"):
         model = loader_of(checkpoint.config).from_config(checkpoint.config, trust_remote_code=False)
-    return adapter.weights(model)
+    weights = adapter.weights(model)
+    # only now, so that these are the weights that the reference means
+    if LoraReference.to(lora.name, lora.path) != lora:
+        raise UserError(
+            f"model: the files of the LoRA adapter {lora.name!r} are others than when it was "
+            "loaded; load it again"
+        )
+    return weights
 
 
 class LoraCache:
@@ -61,7 +63,7 @@ class LoraCache:
         self._known = OrderedDict[str, Future[LoraWeights]]()  # by the sum of their files
 
     def has(self, request: Request) -> bool:
-        """Whether a request can be prepared at once."""
+        """Return whether a request can be prepared at once."""
         known = request.lora and self._known.get(request.lora.sum)
         return request.lora is None or (known is not None and known.done())
 

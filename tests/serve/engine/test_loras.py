@@ -201,7 +201,7 @@ def test_an_adapter_that_cannot_be_served_is_refused_aloud(
         "has the shape .*model need": LoraReference.to("a", tmp_path / "narrow"),
         "fc_in.* is for no layer": LoraReference.to("a", tmp_path / "other"),
         "are others than when it was loaded": changed,
-        "cannot be read": changed._replace(path=str(tmp_path / "absent")),
+        "there is no directory": changed._replace(path=str(tmp_path / "absent")),
     }
     for message, reference in cases.items():
         with pytest.raises(UserError, match=message):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fsspec.implementations.local import LocalFileSystem
 from pydantic import ConfigDict, Field
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -201,12 +201,15 @@ def open_adapter(path: Path) -> AdapterMetadata | None:
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Read the weights of an adapter's directory.
 
+    They are copied, since a file that is mapped into memory would change weights in use when it is
+    written anew, or end the process when it becomes shorter.
+
     Raises:
         UserError: the weights are missing or damaged.
     """
     file = path / ADAPTER_WEIGHTS_FILE
     try:
-        return load_file(file)
+        return load(file.read_bytes())
     except (OSError, SafetensorError) as error:
         raise UserError(f"adapter: {file} cannot be read ({one_line(error)}); {_REMEDY}") from error
 
