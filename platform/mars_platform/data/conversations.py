@@ -114,7 +114,7 @@ class Conversation(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     shape: str = "messages"
-    """What the row was recognised as."""
+    """Name of the shape that the row had."""
     messages: list[ChatTurn]
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     """Functions that the model may call, in OpenAI's form."""

@@ -14,7 +14,7 @@ MOST_LORAS = 256
 
 @dataclass(frozen=True)
 class LoraChanges:
-    """What was loaded and unloaded on a running server, beside the adapters of its settings."""
+    """LoRA adapters that were loaded and unloaded on a running server."""
 
     version: int = 0
     """Number that grows with every change."""

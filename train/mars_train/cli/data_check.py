@@ -1,4 +1,4 @@
-"""What ``marsray data check`` reads, and the words for what it finds."""
+"""Checks data for ``marsray data check``, and tells in words what it found."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path

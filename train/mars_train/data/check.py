@@ -40,7 +40,7 @@ class ReasonGroup:
     """Rows that were dropped, cut or noted for reasons of one kind."""
 
     what: str
-    """What became of them: ``dropped``, ``truncated``, or ``noted`` if they are used."""
+    """Fate of these rows: ``dropped``, ``truncated``, or ``noted`` if they are used."""
     first: str
     """Place and reason of the first one."""
     num_rows: int = 0
@@ -48,7 +48,7 @@ class ReasonGroup:
 
 @dataclass
 class DataCheck:
-    """What a run would make of its training data."""
+    """Figures of the training data as a run would use it."""
 
     counts: RowCounts
     lengths: array[int] = field(default_factory=lambda: array("q"))
