@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from mars_platform.checkpoint.manifest import describe, refuse_links_out
 from mars_platform.checkpoint.metadata import ADAPTER_FILE, ADAPTER_WEIGHTS_FILE, METADATA_FILE
 from mars_platform.errors import UserError, one_line
 from mars_platform.method.mode import LiveDecoding
@@ -47,20 +48,25 @@ class LoraReference(NamedTuple):
         """Return a reference to a LoRA adapter as its files are now.
 
         Raises:
-            UserError: a file is missing or cannot be read.
+            UserError: a file is missing, a pipe or a link to one elsewhere, or cannot be read.
         """
-        digest = hashlib.sha256()
-        for file in (ADAPTER_FILE, ADAPTER_WEIGHTS_FILE, METADATA_FILE):
-            try:
-                with (Path(path) / file).open("rb") as stream:
-                    digest.update(hashlib.file_digest(stream, "sha256").digest())
-            except OSError as error:
-                if file != METADATA_FILE:
-                    raise UserError(
-                        f"{Path(path) / file} cannot be read ({one_line(error)}); name the "
-                        "directory of a LoRA adapter in peft's format"
-                    ) from error
-        has_masks = (Path(path) / METADATA_FILE).is_file()
+        directory, digest = Path(path), hashlib.sha256()
+        has_masks = (directory / METADATA_FILE).exists()
+        names = [ADAPTER_FILE, ADAPTER_WEIGHTS_FILE, *([METADATA_FILE] if has_masks else [])]
+        if absent := [each for each in names if not (directory / each).is_file()]:
+            raise UserError(
+                f"adapter: {directory} holds no file {absent[0]}; name the directory of a LoRA "
+                "adapter in peft's format"
+            )
+        refuse_links_out(directory, "adapter")
+        try:
+            for each in names:
+                digest.update(bytes.fromhex(describe(directory / each).sha256))
+        except OSError as error:
+            raise UserError(
+                f"adapter: {directory} cannot be read ({one_line(error)}); let the server's user "
+                "read it"
+            ) from error
         return cls(name, str(path), digest.hexdigest(), has_masks)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -102,6 +103,9 @@ async def test_what_may_not_be_loaded_is_refused(model: Any, tmp_path: Path) -> 
         (tmp_path / "allowed" / "two" / "adapter_model.safetensors").write_bytes(b"none")
         body = {"lora_name": "new", "lora_path": str(tmp_path / "allowed" / "two")}
         assert "cannot be read" in await client.refusal(LOAD, body, 400, "lora_path")
+        (tmp_path / "allowed" / "two" / "adapter_model.safetensors").unlink()
+        os.mkfifo(tmp_path / "allowed" / "two" / "adapter_model.safetensors")
+        assert "holds no file adapter_model" in await client.refusal(LOAD, body, 400, "lora_path")
         assert "cannot be found" in await client.refusal(UNLOAD, {"lora_name": "new"}, 404, None)
         assert len((await client.get("/v1/models")).json()["data"]) == 2
     async with client_of(app_of(model, host="192.0.2.1", insecure=True)) as client:
