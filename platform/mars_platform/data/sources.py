@@ -8,12 +8,18 @@ import re
 from mars_platform.errors import UserError, one_line
 
 _HUB = "hub:"
+_PASSWORD = re.compile(r"(://[^/@\s\"]*:)[^/@\s\"]+@")
 _PARTS = re.compile(r"([^@:]+)(?:@([^:]+))?(?::(?:([^/:]+)/)?([^/:]+))?")
 
 
 def is_remote(source: str) -> bool:
     """Return whether a source is a URL or a data set of the hub."""
     return "://" in source or is_of_hub(source)
+
+
+def without_passwords(text: str) -> str:
+    """Return a text in which three asterisks stand for the password of each URL."""
+    return _PASSWORD.sub(r"\1***@", text)
 
 
 def is_of_hub(source: str) -> bool:

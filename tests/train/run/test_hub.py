@@ -137,6 +137,18 @@ def test_a_card_says_what_was_trained_and_measured(trained):
     assert str(trained.parent) not in card
 
 
+def test_a_card_says_how_to_serve_each_kind_of_adapter(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    for metadata, command in {
+        None: "loras: [{name: tuned, path: tuned}]",
+        '{"block_size": 4, "scope": "all"}': "loras: [{name: tuned, path: tuned}]",
+        '{"block_size": 4}': "marsray serve --model BASE --adapter tuned",
+    }.items():
+        if metadata is not None:
+            (tmp_path / "mars.json").write_text(metadata)
+        assert command in model_card(tmp_path, "me/tuned")
+
+
 def test_what_is_pushed_is_pulled_and_nothing_else(hub, trained, tmp_path, capsys):
     (trained / ".token").write_text("secret")
     assert run(["push", str(trained), "me/tuned", "--private"]) == 0

@@ -8,7 +8,7 @@ from tensorboardX.proto.event_pb2 import Event
 from mars_platform.errors import UserError
 from mars_train.recipe import Recipe
 from mars_train.run.run_directory import RunDirectory
-from mars_train.run.tracking import tracked
+from mars_train.run.tracking import _flat, tracked
 from mars_train.stage.progress import Figures
 
 ROWS = [
@@ -78,3 +78,10 @@ def test_a_tracker_that_does_not_start_is_refused(tmp_path):
     (directory.path / "tracking").write_text("a file")
     with pytest.raises(UserError, match=r"^tracking.to: tensorboard cannot be started "):
         track(directory, [])
+
+
+def test_trackers_are_told_no_passwords(tmp_path):
+    recipe = directory_of(tmp_path / "run", ["tensorboard"]).recipe
+    data = recipe.data.model_copy(update={"train": ["s3://me:word@host/rows.jsonl"]})
+    told = _flat(recipe.model_copy(update={"data": data}))
+    assert told["data.train"] == '["s3://me:***@host/rows.jsonl"]'

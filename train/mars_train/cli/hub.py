@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ import typer
 
 from mars_platform.errors import UserError, one_line
 
-_PASSWORD = re.compile(rb"://[^/@\s\"]*:[^/@\s\"]+@")
 _DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.md"]
 
 
@@ -103,13 +101,15 @@ def _listed_files(directory: Path) -> list[str]:
     from mars_platform.checkpoint.examples import CARD_FILE
     from mars_platform.checkpoint.manifest import MANIFEST, MEASURED, read_manifest
     from mars_platform.checkpoint.metadata import METADATA_FILE
+    from mars_platform.data.sources import without_passwords
 
     _verify(directory)
     further = {name for name in MEASURED if not name.startswith(".")} | {MANIFEST, CARD_FILE}
     listed = set(read_manifest(LocalFileSystem(), str(directory)).files) - MEASURED
     names = sorted(listed | {name for name in further if (directory / name).is_file()})
     for name in {METADATA_FILE, CARD_FILE} & set(names):
-        if _PASSWORD.search((directory / name).read_bytes()):
+        text = (directory / name).read_text(encoding="utf-8", errors="replace")
+        if without_passwords(text) != text:
             raise UserError(f"{directory / name}: it has a URL with a password; take it out first")
     return names
 

@@ -33,6 +33,7 @@ def model_card(directory: Path, repository: str = _PLACEHOLDER) -> str:
     recipe: dict[str, Any] = metadata.get("provenance", {}).get("recipe", {})
     base = _hub_id(recipe.get("model", {}).get("base"))
     is_adapter = (directory / ADAPTER_FILE).is_file()
+    scope = metadata.get("scope", "masks") if metadata else "all"
     data = ModelCardData(
         base_model=base,
         library_name="peft" if is_adapter else "transformers",
@@ -42,7 +43,7 @@ def model_card(directory: Path, repository: str = _PLACEHOLDER) -> str:
     sections = [
         f"# {repository.rpartition('/')[2]}",
         _description(metadata, is_adapter=is_adapter),
-        _usage(repository, base, is_adapter=is_adapter),
+        _usage(repository, base, scope if is_adapter else None),
         *_training(directory, recipe, metadata.get("provenance", {}).get("stage", "ar")),
         *_measured(directory),
     ]
@@ -71,12 +72,17 @@ def _description(metadata: Mapping[str, Any], *, is_adapter: bool) -> str:
     )
 
 
-def _usage(repository: str, base: str | None, *, is_adapter: bool) -> str:
-    name = repository.rpartition("/")[2]
+def _usage(repository: str, base: str | None, scope: str | None) -> str:
+    """Return how to serve a model, or an adapter that acts at positions of a scope."""
+    name, base = repository.rpartition("/")[2], base or "BASE"
     serve = [f"marsray serve --model {name}={repository}"]
-    if is_adapter:
-        pull = f"marsray pull {repository} {name}"
-        serve = [pull, f"marsray serve --model {base or 'BASE'} --adapter {name}"]
+    if scope is not None:
+        serve = [f"marsray pull {repository} {name}"]
+    if scope == "masks":
+        serve.append(f"marsray serve --model {base} --adapter {name}")
+    elif scope == "all":
+        model = f"{{name: base, path: {base}, loras: [{{name: {name}, path: {name}}}]}}"
+        serve += [f"echo 'models: [{model}]' > serve.yaml", "marsray serve serve.yaml"]
     commands = "\n".join(["pip install marsray", *serve])
     return f"## Serve it\n\n```sh\n{commands}\n```"
 

@@ -22,7 +22,8 @@ from rich.console import Console
 
 from mars_platform.checkpoint.files import replacing
 from mars_platform.cli.report import say
-from mars_platform.config import Settings
+from mars_platform.config import Settings, build_settings, read_json
+from mars_platform.data.sources import without_passwords
 from mars_platform.errors import UserError, one_line
 from mars_train.recipe import Recipe, TrackingSettings
 from mars_train.run.run_directory import RunDirectory
@@ -81,9 +82,11 @@ class _Run:
     def start(cls, directory: RunDirectory, settings: TrackingSettings, console: Console) -> _Run:
         file = directory.path / _STATE_FILE
         is_new = not file.exists()
-        new = TrackingState(run_id=uuid.uuid4().hex[:8])
         PartialState(cpu=True)  # trackers ask it whether this is the main process
-        state = new if is_new else TrackingState.model_validate_json(file.read_bytes())
+        content: dict[str, Any] = {"run_id": uuid.uuid4().hex[:8]}
+        if not is_new:
+            content = read_json(file, "remove it, and trackers get a new run")
+        state = build_settings(content, TrackingState, source=str(file))
         run = cls(directory, console, state)
         for name in settings.to:
             run._start_one(name, settings, is_new=is_new)
@@ -159,7 +162,7 @@ class _Run:
 
 
 def _flat(recipe: Recipe) -> dict[str, str | int | float | bool]:
-    """Return the recipe's settings by dotted name; lists are shown as JSON."""
+    """Return the recipe's settings by dotted name, without passwords; lists are shown as JSON."""
     found: dict[str, Any] = {}
 
     def add(prefix: str, value: Any) -> None:
@@ -167,7 +170,8 @@ def _flat(recipe: Recipe) -> dict[str, str | int | float | bool]:
             for key, each in value.items():
                 add(f"{prefix}.{key}" if prefix else key, each)
         elif value is not None:
-            found[prefix] = value if isinstance(value, str | int | float) else json.dumps(value)
+            plain = value if isinstance(value, str | int | float) else json.dumps(value)
+            found[prefix] = without_passwords(plain) if isinstance(plain, str) else plain
 
     content = recipe.model_dump(mode="json")
     add("", {**content, "stages": {stage["name"]: stage for stage in content["stages"]}})
