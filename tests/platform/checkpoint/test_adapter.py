@@ -307,7 +307,7 @@ def test_a_newer_format_is_refused(base_path, adapter_copy):
     [
         (ADAPTER_FILE, f"holds no {ADAPTER_FILE}, so it is no adapter"),
         (METADATA_FILE, f"holds no {METADATA_FILE}, so its weights are not for masks"),
-        (ADAPTER_WEIGHTS_FILE, f"holds no {ADAPTER_WEIGHTS_FILE}, so it is no adapter"),
+        (ADAPTER_WEIGHTS_FILE, f"{ADAPTER_WEIGHTS_FILE} cannot be read"),
         ("tokenizer.json", "the tokenizer in"),
     ],
 )

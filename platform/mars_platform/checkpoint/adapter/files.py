@@ -187,12 +187,11 @@ def open_adapter(path: Path) -> AdapterMetadata | None:
     """
     if not path.is_dir():
         raise UserError(f"adapter: there is no directory {path}; name that of an adapter")
-    for name in (ADAPTER_FILE, ADAPTER_WEIGHTS_FILE):
-        if not (path / name).is_file():
-            raise UserError(
-                f"adapter: {path} holds no {name}, so it is no adapter; name the output of a "
-                "recipe whose last stage has an adapter"
-            )
+    if not (path / ADAPTER_FILE).is_file():
+        raise UserError(
+            f"adapter: {path} holds no {ADAPTER_FILE}, so it is no adapter; name the output of a "
+            "recipe whose last stage has an adapter"
+        )
     refuse_links_out(path, "adapter")
     metadata = _read_metadata(path) if (path / METADATA_FILE).is_file() else None
     _refuse_damage(path)
