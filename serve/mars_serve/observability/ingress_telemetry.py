@@ -11,7 +11,6 @@ from prometheus_client.registry import Collector
 
 from mars_autoscale.policy.reports import IngressReport
 from mars_platform.tier import Tier
-from mars_serve.config.loras import MOST_LORAS
 from mars_serve.observability.metric_families import MetricDefinition, Samples
 
 _REQUESTS = MetricDefinition(
@@ -32,6 +31,9 @@ _LORA_REQUESTS = MetricDefinition(
 _LORA_TOKENS = MetricDefinition(
     "marsray_lora_tokens_total", "Output tokens of requests with a LoRA adapter of a model."
 )
+_MOST_LORAS = 256
+"""Most names of LoRA adapters that are counted apart; others count as \"\", since names may come
+and go."""
 _QUEUED = MetricDefinition(
     "marsray_num_requests_queued",
     "Requests at this ingress replica that no engine has begun, by tier.",
@@ -70,8 +72,7 @@ class IngressTelemetry(Collector):
     def count_lora(self, model: str | None, lora: str, num_tokens: int) -> None:
         """Count a request with a LoRA adapter, and its output tokens."""
         label = self._known(model), lora
-        # names may come and go without end
-        if label not in self._lora_requests and len(self._lora_requests) >= MOST_LORAS:
+        if label not in self._lora_requests and len(self._lora_requests) >= _MOST_LORAS:
             label = self._known(model), ""
         self._lora_requests[label] += 1
         self._lora_tokens[label] += num_tokens
