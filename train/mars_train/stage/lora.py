@@ -92,8 +92,8 @@ def add_lora(
         task_type="CAUSAL_LM",
     )
     model.requires_grad_(False)
-    # Of some whole models peft would refuse layers of Mamba, for kernels that no stage takes, or
-    # mean their experts by the names of other layers.
+    # peft gets the decoder's layers alone: given a whole model, it refuses layers of Mamba in some
+    # families, and in others takes the names of plain layers for those of experts.
     layers.is_loaded_in_4bit = settings.quantization is not None
     inject_adapter_in_model(config, layers)
     is_unique = not any(_leaf(name) in targets for name in others)
