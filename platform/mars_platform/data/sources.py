@@ -8,7 +8,7 @@ import re
 from mars_platform.errors import UserError, one_line
 
 _HUB = "hub:"
-_PASSWORD = re.compile(r"(://[^/@\s\"]*:)[^/@\s\"]+@")
+_PASSWORD = re.compile(r"(://[^/@:\s\"]*:)[^/@\s\"]+@")
 _PARTS = re.compile(r"([^@:]+)(?:@([^:]+))?(?::(?:([^/:]+)/)?([^/:]+))?")
 
 

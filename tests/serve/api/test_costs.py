@@ -22,7 +22,7 @@ from tokenizers import AddedToken
 import mars_platform.data
 import mars_serve.api
 import mars_serve.http
-from mars_platform.data import prompt_encoding
+from mars_platform.data import prompt_encoding, sources
 from mars_platform.data.client_text import ClientText, Shield, strings_in
 from mars_platform.data.template_messages import _short_id, adapted
 from mars_platform.data.thinking import ThinkingTokens
@@ -157,11 +157,12 @@ CASES: dict[str, tuple[list[Work], dict[str, str]]] = {
     "texts in templates": ([replacing, cutting], TEXTS),
     "names": (
         [
+            sources.without_passwords,
             recording._request_id,
             lambda text: records._UNSAFE.sub("?", text),
             lambda text: re.fullmatch(r"\w+", text),
         ],
-        TEXTS,
+        {**TEXTS, "urls": "://:"},
     ),
     "choices": (
         [
@@ -228,6 +229,7 @@ OF_DATA = {"_MARKS", "_NUMBER", "_PARTS", "_SPACE"}
 TRIED = {
     "_STAND_IN", "PromptEncoder", "_any_of", "_SHORT_ID", "_REGEX_META", "_UNSAFE", "_ID",
     "_HEADER", "_WORDS", "_INERT", "_NAMED_HEADER", "_NAMED_CHARACTERS",
+    "_PASSWORD",
 }  # fmt: skip
 USE = re.compile(r"\bre\.(?!escape)[a-z]+\(")
 
