@@ -280,6 +280,30 @@ class ProxySettings(Settings):
     """Seconds within which the headers of a request must have arrived."""
 
 
+def _absolute_or_url(path: str) -> str:
+    return path if "://" in path else str(_absolute(Path(path)))
+
+
+class StorageSettings(Settings):
+    """What the server keeps for keys: files, batches and stored responses.
+
+    Keys of one tenant share what they keep, and their limits.
+    """
+
+    path: Annotated[str, AfterValidator(_absolute_or_url)] | None = None
+    """Directory that all ingress replicas share, or fsspec URL of an object store, such as
+    ``s3://bucket/marsray``; by default nothing is kept."""
+    lifetime_days: float = Field(default=30, gt=0, le=3650)
+    """Days after which what is kept is deleted."""
+    bytes_per_key: int = Field(default=2 * 2**30, ge=2**20)
+    """Largest size of all that is kept for a key, in bytes. Outputs of batches count, but are
+    always kept."""
+    objects_per_key: int = Field(default=10_000, ge=1)
+    """Largest number of files, of batches and of stored responses of a key, each."""
+    file_bytes: int = Field(default=200 * 2**20, ge=1024)
+    """Largest file, in bytes."""
+
+
 class TelemetrySettings(Settings):
     """Logs and traces of requests."""
 
@@ -310,6 +334,7 @@ class ServeSettings(Settings):
     limits: LimitSettings = LimitSettings()
     proxy: ProxySettings = ProxySettings()
     telemetry: TelemetrySettings = TelemetrySettings()
+    storage: StorageSettings = StorageSettings()
     drain_s: float = Field(default=600, gt=0)
     """Seconds in which a stopping replica may finish its requests; set it longer than the longest
     generation."""
