@@ -91,4 +91,8 @@ def test_the_command_writes_a_file_once(start, data, tmp_path, capsys):
     assert capsys.readouterr().out == output.read_text()
     assert run([*arguments, "--output", str(output)]) == 2
     assert "is there already" in capsys.readouterr().err
+    assert run([*arguments, "--output", str(tmp_path / "none" / "recipe.yaml")]) == 2
+    assert "there is no directory" in capsys.readouterr().err
+    assert run([*arguments, "--set", "data.max_length=32"]) == 2
+    assert "--set and --json go with a recipe" in capsys.readouterr().err
     assert run(["train", str(output), "another.yaml"]) == 2

@@ -149,7 +149,8 @@ def train(
     """Run the stages of a training recipe on Ray Train.
 
     Progress and messages go to standard error. With --init a recipe is written instead, for the
-    hardware of this machine, with an estimate of tokens, memory and hours.
+    hardware of this machine, with an estimate of tokens, memory and hours. Files whose names hold
+    held-out, eval, valid, dev or test become its held-out data.
     """
     from mars_platform.cli.report import say
     from mars_platform.config import load_settings
@@ -157,6 +158,8 @@ def train(
     from mars_train.run.recipe_run import run_recipe
 
     if init is not None:
+        if set_ or as_json:
+            raise UserError("--set and --json go with a recipe: write it, then train or change it")
         _write_proposal(init, files, output)
         return
     if len(files) > 1 or output is not None:
@@ -176,6 +179,8 @@ def _write_proposal(model: str, files: list[str], output: Path | None) -> None:
 
     if output is not None and output.exists():
         raise UserError(f"--output: {output} is there already; name a new file")
+    if output is not None and not output.parent.is_dir():
+        raise UserError(f"--output: there is no directory {output.parent}; make it first")
     console = Console(stderr=True)
     with working("reading the data and trying the hardware", console):
         proposal = propose(model, files, Hardware.here())
