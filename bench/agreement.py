@@ -1,17 +1,15 @@
-"""Measures what masks know of a model's own outputs, and how much faster mode exact is for it.
+"""Measures what masks know of a model's own outputs, in figures that depend on no clock.
 
     python -m bench.agreement MODEL --data eval.jsonl [--adapter DIR]
 
 A step of mode exact with a fixed window and masks for every outcome depends on nothing but the
 output and the drafts behind each of its prefixes. So these drafts give agreement by depth and the
-number of passes that mode exact would take: figures that depend on no clock. The share of outputs
-that end in a loop is told, too: loops are easy to draft, so that they make tokens a pass look
-better than they are. The speed is that of the engine with its own choice of masks; both modes
-decode the same prompts in turn.
+number of passes that mode exact would take. The share of outputs that end in a loop is told, too:
+loops are easy to draft, so that they make tokens a pass look better than they are. Times are
+measured by ``marsray bench decode``.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,8 +31,8 @@ from mars_serve.engine.request import Request
 from mars_serve.measure.evaluation.decoding import (
     DecodedItem,
     DecodingSetting,
+    evaluation_engine,
     run_setting,
-    settings_with_room,
     steps_of,
 )
 from mars_serve.measure.evaluation.items import EvalItem, read_items
@@ -150,75 +148,24 @@ def drafting(
     }
 
 
-def speed(
-    engine: Engine, items: Sequence[EvalItem], temperature: float, max_tokens: int, rounds: int
-) -> dict[str, Any]:
-    """Return tokens a second of modes ar and exact, which take turns, and their ratio."""
-    modes = [
-        DecodingSetting(mode, 1.0, sampling=Sampling(temperature=temperature))
-        for mode in (Mode.AR, Mode.EXACT)
-    ]
-    tokens_per_s = []
-    for _ in range(rounds + 1):  # the first round shows the engine how much is accepted
-        tokens_per_s.append([])
-        for setting in modes:
-            begin = time.perf_counter()
-            outputs = run_setting(engine, items, setting, max_tokens=max_tokens)
-            seconds = time.perf_counter() - begin
-            tokens_per_s[-1].append(sum(each.num_tokens for each in outputs) / seconds)
-    ar, exact = zip(*tokens_per_s[1:], strict=True)
-    ratios = [one / other for one, other in zip(exact, ar, strict=True)]
-    return {
-        "temperature": temperature,
-        "batch": engine.settings.max_num_seqs,
-        "ar": statistics.median(ar),
-        "exact": statistics.median(exact),
-        "over_ar": [statistics.median(ratios), min(ratios), max(ratios)],
-    }
-
-
 def measure(
-    checkpoint: Checkpoint,
-    items: Sequence[EvalItem],
-    *,
-    max_tokens: int,
-    num_timed: int,
-    rounds: int,
-    batches: Sequence[int],
-    dtype: str,
-    num_lookup_drafts: int = 0,
-) -> dict[str, Any]:
-    """Return all figures of a checkpoint, or of a model with an adapter, as JSON.
-
-    Outputs and agreement are those of float32; the speed is that of ``dtype``.
-    """
-
-    def engine(items: Sequence[EvalItem], batch: int, dtype: str, num_lookup_drafts: int) -> Engine:
-        lengths = [min(len(each.prompt) + max_tokens, checkpoint.max_length) for each in items]
-        settings = settings_with_room(
-            checkpoint, lengths, max_num_seqs=batch, exact=True, device="cpu"
-        ).model_copy(update={"num_lookup_drafts": num_lookup_drafts})
-        return Engine(checkpoint, settings, dtype=getattr(torch, dtype))
-
-    whole = engine(items, _BATCH, "float32", 0)
-    agreement, speeds = [], []
+    checkpoint: Checkpoint, items: Sequence[EvalItem], max_tokens: int
+) -> list[dict[str, Any]]:
+    """Return the figures of a checkpoint, or of a model with an adapter, by temperature."""
+    engine = evaluation_engine(
+        checkpoint, items, max_tokens=max_tokens, max_num_seqs=_BATCH, exact=True
+    )
+    found = []
     for temperature in TEMPERATURES:
         setting = DecodingSetting(Mode.AR, 1.0, sampling=Sampling(temperature=temperature))
-        outputs = run_setting(whole, items, setting, max_tokens=max_tokens)
-        found = drafting(whole, items, outputs, temperature)
-        agreement.append({"temperature": temperature, **found})
-    del whole
-    for batch in batches:
-        timed = items[: max(num_timed, batch)]
-        own = engine(timed, batch, dtype, num_lookup_drafts)
-        own.warm_up()
-        speeds += [speed(own, timed, each, max_tokens, rounds) for each in TEMPERATURES]
-    return {"agreement": agreement, "dtype": dtype, "speed": speeds}
+        outputs = run_setting(engine, items, setting, max_tokens=max_tokens)
+        figures = drafting(engine, items, outputs, temperature)
+        found.append({"temperature": temperature, **figures})
+    return found
 
 
-def print_tables(found: dict[str, Any]) -> None:
-    """Print agreement by depth and tokens a pass, and the speeds."""
-    num_depths = len(found["agreement"][0]["right"])
+def print_table(found: list[dict[str, Any]]) -> None:
+    """Print agreement by depth and tokens a pass."""
     columns = [
         figure_column("temperature", "temperature", "g"),
         figure_column("tokens a pass", lambda each: _tokens_a_pass(each, with_loops=True)),
@@ -226,21 +173,11 @@ def print_tables(found: dict[str, Any]) -> None:
         figure_column("loops", lambda each: statistics.mean(each["loops"]), ".1%"),
         *[
             figure_column(f"depth {depth + 1}", _agreed_at(depth), ".1%")
-            for depth in range(num_depths)
+            for depth in range(len(found[0]["right"]))
         ],
     ]
-    speeds = [
-        figure_column(name, name, spec)
-        for name, spec in (("batch", ""), ("temperature", "g"), ("ar", ".0f"), ("exact", ".0f"))
-    ]
-    over = figure_column(
-        "exact over ar", lambda each: "{:.2f} ({:.2f}-{:.2f})".format(*each["over_ar"])
-    )
-    console = output_console(160)
-    console.print(
-        table_of(columns, found["agreement"], title="mode exact with masks for every outcome")
-    )
-    console.print(table_of([*speeds, over], found["speed"], title=f"tokens/s, {found['dtype']}"))
+    table = table_of(columns, found, title="mode exact with masks for every outcome")
+    output_console(160).print(table)
 
 
 def _agreed_at(depth: int) -> Callable[[dict[str, Any]], float | None]:
@@ -263,17 +200,10 @@ def main(
     adapter: Annotated[Path | None, typer.Option(help="Adapter of the model.")] = None,
     items: Annotated[int, typer.Option(min=2, help="Conversations to decode.")] = 200,
     max_tokens: Annotated[int, typer.Option(min=8, help="Most tokens of an output.")] = 160,
-    timed: Annotated[int, typer.Option(min=1, help="Conversations of a timed round.")] = 12,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 5,
-    batch: Annotated[list[int] | None, typer.Option(min=1, help="Batch sizes to time.")] = None,
-    dtype: Annotated[str, typer.Option(help="Number type of the timed rounds.")] = "float32",
-    lookup_drafts: Annotated[
-        int, typer.Option(min=0, max=64, help="Most drafts from the text in the timed rounds.")
-    ] = 0,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
     json_file: Annotated[Path | None, typer.Option("--json", help="File for all figures.")] = None,
 ) -> None:
-    """Print agreement by depth, tokens a pass and the speed over mode ar at three temperatures."""
+    """Print agreement by depth and tokens a pass at three temperatures."""
     torch.set_num_threads(threads)
     try:
         checkpoint = read_model(model, adapter)
@@ -282,13 +212,10 @@ def main(
         read = read_items(
             data, checkpoint.tokenizer, max_length=checkpoint.max_length, max_items=items
         )
-        found = measure(
-            checkpoint, read, max_tokens=max_tokens, num_timed=timed, rounds=rounds,
-            batches=batch or [1], dtype=dtype, num_lookup_drafts=lookup_drafts,
-        )  # fmt: skip
-        print_tables(found)
+        found = measure(checkpoint, read, max_tokens)
+        print_table(found)
         if json_file is not None:
-            write_json(json_file, found)
+            write_json(json_file, {"agreement": found})
     except UserError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error

@@ -130,15 +130,8 @@ def test_a_checkpoint_is_measured_greedy_and_sampled(gpt_oss_dir, tmp_path, caps
         {"role": "assistant", "content": "3"},
     ]
     data.write_text(f"{json.dumps({'messages': turns})}\n" * 2)
-    main(
-        str(gpt_oss_dir), [data], items=2, max_tokens=9, timed=1, rounds=1, batch=[1, 2],
-        dtype="bfloat16", lookup_drafts=4, threads=1, json_file=file,
-    )  # fmt: skip
+    main(str(gpt_oss_dir), [data], items=2, max_tokens=9, threads=1, json_file=file)
     found = json.loads(file.read_text())
     assert [each["temperature"] for each in found["agreement"]] == [0, 0.7, 1]
     assert all(len(each["right"]) == len(each["drafts"]) > 0 for each in found["agreement"])
-    assert len(found["speed"]) == 2 * 3
-    for each in found["speed"]:
-        median, low, high = each["over_ar"]
-        assert 0 < low <= median <= high
     assert "depth 1" in capsys.readouterr().out
