@@ -109,12 +109,7 @@ class Backend(Protocol):
         """Return what was added to the dashboard's picture since a time; all of it if None."""
 
     async def loras(self, known: LoraChanges) -> LoraChanges:
-        """Return the latest changes of the model's LoRA adapters, which may be ``known``."""
-
-    async def change_lora(
-        self, known: LoraChanges, name: str, lora: LoraReference | None
-    ) -> LoraChanges:
-        """Load a LoRA adapter, or unload it if None, and return the latest changes."""
+        """Return the latest changes of the model's LoRA adapters: ``known``, if it is newer."""
 
 
 def with_dtype(settings: ModelSettings) -> ModelSettings:

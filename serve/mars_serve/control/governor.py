@@ -31,7 +31,6 @@ from mars_autoscale.policy.reports import REPORT_VERSION, IngressReport, Replica
 from mars_serve.config.loras import LoraChanges
 from mars_serve.config.served import Explanation, Picture, PublishedThreshold
 from mars_serve.control.dashboard import ModelDashboard
-from mars_serve.engine.request import LoraReference
 
 WAIT_S = 10.0
 """Longest time in seconds that one call of `Governor.wait` waits; the next call shows that the
@@ -135,20 +134,13 @@ class Governor:
 
     async def loras(self, model: str, known: LoraChanges) -> LoraChanges:
         """Return the latest changes of a model's LoRA adapters, which may be the caller's ``known``
-        ones: a governor that was started again learns them so.
+        ones: so it makes a change, and so a governor that was started again learns them. Of two
+        changes with one version, the first counts.
         """
         own = self._loras.setdefault(model, known)
         if known.version > own.version:
             self._loras[model] = known
         return self._loras[model]
-
-    async def change_lora(
-        self, model: str, known: LoraChanges, name: str, lora: LoraReference | None
-    ) -> LoraChanges:
-        """Load a LoRA adapter of a model, or unload it if None, and return the latest changes."""
-        changes = (await self.loras(model, known)).with_change(name, lora)
-        self._loras[model] = changes
-        return changes
 
     async def tick(
         self,

@@ -115,8 +115,7 @@ class Ingress:
 
         def take(found: list[LoraChanges]) -> None:
             for model, changes in zip(models, found, strict=True):
-                if changes.version >= model.loras.changes.version:
-                    model.loras.changes = changes
+                model.loras.take(changes)
 
         if models:
             report_in_thread(self._application, "loras", known, take)

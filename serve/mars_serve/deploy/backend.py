@@ -23,7 +23,7 @@ from mars_serve.deploy.engine_clients import EngineClients
 from mars_serve.deploy.queue import RequestQueue
 from mars_serve.engine.ipc.client import EngineDied, EngineSilent, QueueTimeout
 from mars_serve.engine.outputs import StepOutput
-from mars_serve.engine.request import LoraReference, Request
+from mars_serve.engine.request import Request
 
 _MAX_MOVES = 2
 """Times that a request is sent elsewhere whose engine died or fell silent."""
@@ -143,15 +143,8 @@ class ReplicaBackend:
         return found
 
     async def loras(self, known: LoraChanges) -> LoraChanges:
-        """Return the latest changes of the model's LoRA adapters."""
+        """Return the latest changes of the model's LoRA adapters, after a newer ``known`` one."""
         found: LoraChanges = await self._govern("loras", self._model, known)
-        return found
-
-    async def change_lora(
-        self, known: LoraChanges, name: str, lora: LoraReference | None
-    ) -> LoraChanges:
-        """Load or unload a LoRA adapter, and return the latest changes."""
-        found: LoraChanges = await self._govern("change_lora", self._model, known, name, lora)
         return found
 
     def arrivals(self) -> tuple[int, int]:

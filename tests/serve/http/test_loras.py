@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,10 +20,10 @@ from mars_serve.config.loras import LoraNames
 from mars_serve.control.governor import Governor
 from mars_serve.engine.request import LoraReference
 from mars_serve.http.endpoints import loras
+from mars_serve.http.middleware.authentication import LOAD_LORA as LOAD
+from mars_serve.http.middleware.authentication import UNLOAD_LORA as UNLOAD
 from rest.rest_requests import PROMPT
 from rest.rest_server import ENGINE, Client, SingleEngineBackend, app_of, client_of, served
-
-LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
 @pytest.fixture(autouse=True)
@@ -91,6 +92,60 @@ async def test_adapters_are_named_like_models_and_come_and_go_while_the_server_r
     assert 'marsray_lora_requests_total{lora="own",model="mars",replica="ingress"} 2.0' in metrics
 
 
+async def test_an_unloaded_name_makes_room_for_another(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loras, "MOST_LORAS", 2)
+    path = str(tmp_path / "allowed" / "two")
+    async with client_of(app_of(model)) as client:
+        for step in range(3):
+            await client.post(LOAD, json={"lora_name": f"step-{step}", "lora_path": path})
+            assert list(model.loras.current) == ["own", f"step-{step}"]
+            more = {"lora_name": "more", "lora_path": path}
+            assert "unload one first" in await client.refusal(LOAD, more, 400, "lora_name")
+            await client.post(UNLOAD, json={"lora_name": f"step-{step}"})
+        await client.post(UNLOAD, json={"lora_name": "own"})
+    assert model.loras.changes.loras == {"own": None}
+
+
+async def test_of_two_ingress_replicas_one_loads_a_name(model: Any, tmp_path: Path) -> None:
+    others = replace(model, loras=LoraNames())
+    bodies = [
+        {"lora_name": "new", "lora_path": str(tmp_path / "allowed" / each)}
+        for each in ("two", "again")
+    ]
+    async with client_of(app_of(model)) as one, client_of(app_of(others)) as other:
+        answers = await asyncio.gather(
+            *(
+                client.post(LOAD, json=body)
+                for client, body in zip((one, other), bodies, strict=True)
+            )
+        )
+        assert sorted(each.status_code for each in answers) == [200, 400]
+        (loaded,) = (body for body, each in zip(bodies, answers, strict=True) if each.is_success)
+        (refused,) = (each for each in answers if not each.is_success)
+        assert "already been loaded" in one.error_of(refused, 400, "lora_name")
+        assert model.loras.current["new"] == others.loras.current["new"]
+        assert model.loras.current["new"].path == loaded["lora_path"]
+
+
+async def test_a_change_that_a_governor_took_along_is_told(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loras, "HEARD_S", 0.1)
+    body = {"lora_name": "new", "lora_path": str(tmp_path / "allowed" / "two")}
+    async with client_of(app_of(model)) as client:
+        loading = asyncio.create_task(client.post(LOAD, json=body))
+        while "new" not in model.loras.current:
+            await asyncio.sleep(0.001)
+        model.backend.governor = Governor()
+        other = LoraNames().with_change("other", model.loras.current["own"])
+        assert await model.backend.loras(other) == other
+        assert "ask again" in client.error_of(await loading, 503, "lora_name")
+        assert list(model.loras.current) == ["own", "other"]
+        assert (await client.post(LOAD, json=body)).status_code == 200
+
+
 async def test_what_may_not_be_loaded_is_refused(model: Any, tmp_path: Path) -> None:
     (tmp_path / "allowed" / "link").symlink_to(tmp_path / "elsewhere")
     async with client_of(app_of(model)) as client:
@@ -109,7 +164,9 @@ async def test_what_may_not_be_loaded_is_refused(model: Any, tmp_path: Path) -> 
         assert "cannot be found" in await client.refusal(UNLOAD, {"lora_name": "new"}, 404, None)
         assert len((await client.get("/v1/models")).json()["data"]) == 2
     async with client_of(app_of(model, host="192.0.2.1", insecure=True)) as client:
-        await client.refusal(LOAD, {"lora_name": "a", "lora_path": "b"}, 403, None)
+        for path in (LOAD, UNLOAD):
+            body = {"lora_name": "own", "lora_path": "b"}
+            assert "no administrator" in await client.refusal(path, body, 403, None)
 
 
 async def test_an_adapter_with_masks_drafts_on_a_model_that_has_none(

@@ -28,7 +28,7 @@ from mars_serve.config.settings import ModelSettings, ServeSettings
 from mars_serve.control.governor import Governor
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.outputs import StepOutput
-from mars_serve.engine.request import LoraReference, Request
+from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.http.app import create_app
 from mars_serve.observability.replica_telemetry import ReplicaTelemetry
@@ -84,11 +84,6 @@ class SingleEngineBackend:
 
     async def loras(self, known: LoraChanges) -> LoraChanges:
         return await self.governor.loras("model", known)
-
-    async def change_lora(
-        self, known: LoraChanges, name: str, lora: LoraReference | None
-    ) -> LoraChanges:
-        return await self.governor.change_lora("model", known, name, lora)
 
 
 class BrokenBackend:

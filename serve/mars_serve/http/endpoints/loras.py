@@ -1,11 +1,14 @@
-"""``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``, with vLLM's fields and messages."""
+"""``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``, with vLLM's fields and messages.
+
+The authentication middleware has already checked that the caller is an administrator.
+"""
 
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -13,9 +16,11 @@ from mars_platform.errors import UserError
 from mars_serve.api.bodies import at_most
 from mars_serve.api.errors import ApiError, invalid_value
 from mars_serve.api.schema import errors_described
-from mars_serve.config.loras import MOST_LORAS, LoraNames
+from mars_serve.config.loras import MOST_LORAS, LoraChanges
 from mars_serve.config.served import ServedModel
+from mars_serve.engine.request import LoraReference
 from mars_serve.http.endpoints.information import find_model
+from mars_serve.http.middleware.authentication import LOAD_LORA, UNLOAD_LORA
 
 HEARD_S = 1.0
 """Seconds within which every ingress replica hears of a change; see `report_forever`."""
@@ -49,56 +54,62 @@ def loras_router(models: Mapping[str, ServedModel]) -> APIRouter:
     router = APIRouter(responses=errors_described(), default_response_class=PlainTextResponse)
     changing = asyncio.Lock()
 
-    @router.post("/v1/load_lora_adapter")
-    async def load(body: Annotated[LoraLoad, at_most(16)], request: Request) -> str:
+    @router.post(LOAD_LORA)
+    async def load(body: Annotated[LoraLoad, at_most(16)]) -> str:
         """Let requests name a LoRA adapter as their model; for administrators."""
-        _check_admin(request)
         model, name = _base(models, body.base_model_name), body.lora_name
         async with changing:
-            known = await _refreshed(model)
-            _check_name(models, model, name, known, in_place=body.load_inplace)
+            await _refresh(model)
+            _check_name(models, model, name, in_place=body.load_inplace)
             path = await asyncio.to_thread(_allowed, model, body.lora_path)
             try:
                 lora = await asyncio.to_thread(model.read_lora, name, path)
             except UserError as error:
                 raise invalid_value("lora_path", str(error)) from error
-            known.changes = await model.backend.change_lora(known.changes, name, lora)
-        await asyncio.sleep(HEARD_S)
+            while model.loras.current.get(name) != lora:
+                _check_name(models, model, name, in_place=body.load_inplace)
+                await _refresh(model, model.loras.with_change(name, lora))
+        await _keep(model, name, lora)
         return f"Success: LoRA adapter '{name}' added successfully."
 
-    @router.post("/v1/unload_lora_adapter")
-    async def unload(body: Annotated[LoraUnload, at_most(16)], request: Request) -> str:
-        """Take a LoRA adapter away; requests that run with it end. For administrators."""
-        _check_admin(request)
+    @router.post(UNLOAD_LORA)
+    async def unload(body: Annotated[LoraUnload, at_most(16)]) -> str:
+        """Take a LoRA adapter away; requests that run with it go on. For administrators."""
         name = body.lora_name
         async with changing:
-            for model in models.values():
-                known = await _refreshed(model)
-                if name in known.current:
-                    known.changes = await model.backend.change_lora(known.changes, name, None)
-                    break
-            else:
+            for each in models.values():
+                await _refresh(each)
+            model = next((each for each in models.values() if name in each.loras.current), None)
+            if model is None:
                 message = f"The lora adapter '{name}' cannot be found."
                 raise ApiError(404, message, code="model_not_found")
-        await asyncio.sleep(HEARD_S)
+            while name in model.loras.current:
+                await _refresh(model, model.loras.with_change(name, None))
+        await _keep(model, name, None)
         return f"Success: LoRA adapter '{name}' removed successfully."
 
     return router
 
 
-async def _refreshed(model: ServedModel) -> LoraNames:
-    """Return a model's adapters as all ingress replicas have left them."""
-    model.loras.changes = await model.backend.loras(model.loras.changes)
-    return model.loras
+async def _refresh(model: ServedModel, changes: LoraChanges | None = None) -> None:
+    """Learn a model's adapters as all ingress replicas have left them.
+
+    ``changes`` are what one of them makes of it; another's that came before them count instead.
+    """
+    model.loras.take(await model.backend.loras(changes or model.loras.changes))
 
 
-def _check_admin(request: Request) -> None:
-    if not request.state.caller.is_admin:
-        raise ApiError(
-            403,
-            "LoRA adapters are loaded by administrators; use a key that has admin: true",
-            code="not_allowed",
-        )
+async def _keep(model: ServedModel, name: str, lora: LoraReference | None) -> None:
+    """Wait until every ingress replica knows of a change.
+
+    Raises:
+        ApiError: the governor ended before they did, and the next one took another change.
+    """
+    await asyncio.sleep(HEARD_S)
+    await _refresh(model)
+    if model.loras.current.get(name) != lora:
+        reason = f"lora_name: another change took the place of that of {name!r}; ask again"
+        raise ApiError(503, reason, param="lora_name", code="unavailable", retry_after_s=1.0)
 
 
 def _base(models: Mapping[str, ServedModel], name: str | None) -> ServedModel:
@@ -119,26 +130,22 @@ def _check_name(
     models: Mapping[str, ServedModel],
     model: ServedModel,
     name: str,
-    known: LoraNames,
     *,
     in_place: bool,
 ) -> None:
     """Refuse a name that another model or adapter has, or one more than there may be."""
+    known = model.loras.current
     others = (each for each in models.values() if each is not model)
     if name in models or any(name in each.loras.current for each in others):
         raise invalid_value("lora_name", f"a model is called {name!r}; give another name")
-    if name in known.current and not in_place:
+    if name in known and not in_place:
         raise invalid_value(
             "lora_name",
             f"The lora adapter '{name}' has already been loaded. If you want to load the adapter "
             "in place, set 'load_inplace' to True.",
         )
-    if len(known.changes.loras) >= MOST_LORAS and name not in known.changes.loras:
-        raise invalid_value(
-            "lora_name",
-            f"{MOST_LORAS} names were loaded since the server began; load in place of one of them, "
-            "or start the server again",
-        )
+    if len(known) >= MOST_LORAS and name not in known:
+        raise invalid_value("lora_name", f"{len(known)} adapters are loaded; unload one first")
 
 
 def _allowed(model: ServedModel, path: str) -> Path:

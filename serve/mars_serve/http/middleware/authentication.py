@@ -14,6 +14,9 @@ from mars_serve.api.keys import Caller, KeyRing
 from mars_serve.http.page_files import page_files
 
 PUBLIC_PATHS = frozenset({"/health", "/ping", "/ready", *page_files()})
+LOAD_LORA, UNLOAD_LORA = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+ADMIN_PATHS = frozenset({LOAD_LORA, UNLOAD_LORA})
+"""Paths that are for administrators, beside those below ``/admin``."""
 _ADMIN = "admin"
 _POLICY_VIOLATION = 1008  # status code of the websocket protocol
 
@@ -43,7 +46,7 @@ class KeyMiddleware:
             if _is_admin_path(scope) and not caller.is_admin:
                 remedy = "start the server with" if self._keys.is_open else "use"
                 reason = f"this caller is no administrator; {remedy} a key that has admin: true"
-                raise ApiError(403, f"/admin: {reason}", code="not_allowed")
+                raise ApiError(403, reason, code="not_allowed")
         await self._app(scope, receive, send)
 
     async def _authenticate(self, scope: Scope) -> Caller:
@@ -83,9 +86,9 @@ def _is_public(scope: Scope) -> bool:
 
 
 def _is_admin_path(scope: Scope) -> bool:
-    """Return whether any router or proxy could read the path as one below ``/admin``."""
+    """Return whether any router or proxy could read the path as one for administrators."""
     path = posixpath.normpath("/" + unquote(path_within(scope)).replace("\\", "/").lstrip("/"))
-    return path.lower().split("/")[1] == _ADMIN
+    return path.lower() in ADMIN_PATHS or path.lower().split("/")[1] == _ADMIN
 
 
 def path_within(scope: Scope) -> str:

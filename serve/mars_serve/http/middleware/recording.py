@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mars_serve.http.middleware.authentication import path_within
+from mars_serve.http.middleware.authentication import ADMIN_PATHS, path_within
 from mars_serve.http.middleware.records import Exchange, RequestRecord, outcome_of
 from mars_serve.observability.ingress_telemetry import IngressTelemetry
 from mars_serve.observability.log_lines import json_line, write_to_stderr
@@ -98,7 +98,7 @@ class RecordMiddleware:
         if record.model not in self._telemetry.models:
             record.model = None  # text of the client, not the name of a model
         outcome = outcome_of(record, exchange, error)
-        is_generating = exchange.path.startswith("/v1/") and not exchange.path.endswith("_adapter")
+        is_generating = exchange.path.startswith("/v1/") and exchange.path not in ADMIN_PATHS
         if exchange.method == "POST" and is_generating:
             self._telemetry.count(record.model, outcome)
             if outcome.startswith("rejected_") and exchange.status is not None:

@@ -16,7 +16,7 @@ from mars_platform.errors import UserError
 from mars_serve.api.text_threads import TextThreads
 from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import ServeSettings
-from mars_serve.http.middleware.authentication import PUBLIC_PATHS
+from mars_serve.http.middleware.authentication import ADMIN_PATHS, PUBLIC_PATHS
 from mars_serve.http.middleware.security import add_security
 from mars_serve.http.page_files import page_files
 from rest import asgi, rest_requests
@@ -71,7 +71,7 @@ def expected(method: str, path: str, who: str) -> set[int]:
         return {200}
     if who in ("none", "wrong"):
         return {401}
-    if path.startswith("/admin"):
+    if path.startswith("/admin") or path in ADMIN_PATHS:
         return {200, 400, 422} if who == "admin" else {403}
     if path in BODIES:
         return {403} if who == "flex" else {200}
@@ -115,6 +115,8 @@ async def test_every_route_is_open_only_to_keys_that_may_use_it(keyed, who):
         "/x/%2e%2e/admin/threshold",
         "\\admin\\threshold",
         "/\\admin",
+        "/v1/load_lora_adapter",
+        "/v1//x/../UNLOAD_lora_adapter/",
     ],
 )
 @pytest.mark.parametrize("method", ["GET", "PUT", "HEAD", "OPTIONS", "POST", "TRACE"])
