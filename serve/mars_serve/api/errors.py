@@ -1,7 +1,8 @@
 """Errors of the REST API in OpenAI's shape."""
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from reprlib import Repr
 from typing import Any
@@ -38,6 +39,23 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
         """Response headers to send beside ``Retry-After``."""
 
+    def renamed(self, names: Mapping[str, str]) -> "ApiError":
+        """Return the error with the name that a client's dialect has for the field."""
+        inner, message = self.param, str(self)
+        if inner is None or inner not in names:
+            return self
+        name = names[inner]
+        if message.startswith(inner):
+            message = name + message.removeprefix(inner)
+        return ApiError(
+            self.status,
+            message,
+            param=name,
+            code=self.code,
+            retry_after_s=self.retry_after_s,
+            headers=self.headers,
+        )
+
     def body(self) -> dict[str, Any]:
         """Return the response body."""
         # A JSON string may hold half a surrogate pair, which cannot be encoded as UTF-8.
@@ -51,6 +69,15 @@ class ApiError(Exception):
                 "code": self.code,
             }
         }
+
+
+@contextmanager
+def renaming(names: Mapping[str, str]) -> Iterator[None]:
+    """Let the errors raised within name the fields as a client's dialect does."""
+    try:
+        yield
+    except ApiError as error:
+        raise error.renamed(names) from error
 
 
 def retry_after(wait_s: float, draw: Callable[[], float]) -> int:

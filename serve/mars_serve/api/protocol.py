@@ -109,8 +109,8 @@ class StreamOptions(BaseModel):
     """Put the token counts so far into each event, too."""
 
 
-class GenerationRequest(Body):
-    """Fields that both generating endpoints share."""
+class DecodingRequest(Body):
+    """Fields that all generating endpoints share: the decoding of the output, in words of vLLM."""
 
     model_config = ConfigDict(protected_namespaces=(), use_attribute_docstrings=True)
 
@@ -118,14 +118,11 @@ class GenerationRequest(Body):
     """Name of the model."""
     stream: Flag | None = None
     """Send an event for each forward pass instead of one response."""
-    stream_options: StreamOptions | None = None
-    """Options that add reports, such as token counts, to the events of a stream."""
     service_tier: ServiceTier | None = None
     """Quality and priority of the request."""
-    user: str | None = None
-    """Name of the end user or conversation, whose requests prefer the replica of the last one."""
     session_id: str | None = None
-    """Name of the conversation, which counts before ``user``."""
+    """Name of the conversation, which counts before that of a user: its requests prefer the replica
+    of the last one."""
     request_id: Annotated[str, Field(pattern=_ID)] | None = None
     """End of the response's ``id``, which is otherwise random."""
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
@@ -157,8 +154,6 @@ class GenerationRequest(Body):
     audit: Flag | None = None
     """Let the output be decoded again to measure what faster decoding loses; true by default."""
 
-    n: Annotated[int, Field(ge=1, le=128, strict=True)] | None = None
-    """Number of outputs per prompt, 1 by default; output i is drawn with the seed plus i."""
     temperature: Annotated[float, Field(ge=0, le=2, strict=True)] | None = None
     """Sampling temperature; by default 0 (greedy), not OpenAI's 1, to make answers reproducible."""
     seed: Annotated[int, Field(ge=-_SEEDS, lt=_SEEDS, strict=True)] | None = None
@@ -217,29 +212,12 @@ class GenerationRequest(Body):
     """Keep only this many tokens of a longer prompt; -1 keeps as many as fit beside the output."""
     truncation_side: Literal["left", "right"] | None = None
     """Side on which a prompt is cut: left, the default, keeps its last tokens."""
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20, strict=True)] | None = None
-    """Report the log-probability and rank of each prompt token, and as many of the likeliest tokens
-    there; whole responses only."""
-    return_tokens_as_token_ids: Flag | None = None
-    """Write tokens of log-probabilities as ``token_id:5``."""
-    return_token_ids: Flag | None = None
-    """Report the token ids of prompt and output."""
     return_passes: Flag | None = None
     """Report in ``mars.pass`` of each event of a stream which tokens the forward pass accepted and
     which proposals it rejected, with the confidence of each; streams only."""
 
-    response_format: ResponseFormat | None = None
-    """Form of the output: text, any JSON object, or JSON that satisfies a schema."""
     structured_outputs: Annotated[StructuredOutputs, at_most(16)] | None = None
     """JSON schema, regular expression, grammar or choice that the output matches."""
-    guided_json: JsonSchema | None = None
-    """Older form of ``json`` in ``structured_outputs``."""
-    guided_regex: GrammarText | None = None
-    """Older form of ``regex`` there."""
-    guided_grammar: GrammarText | None = None
-    """Older form of ``grammar`` there."""
-    guided_choice: Alternatives | None = None
-    """Older form of ``choice`` there."""
     neutral: ClassVar[Mapping[str, Neutral]] = {
         "guided_whitespace_pattern": Neutral(
             (), "white space is the grammar's own; use guided_regex for another"
@@ -273,6 +251,46 @@ class GenerationRequest(Body):
     }
 
     @property
+    def shared_fields(self) -> dict[str, Any]:
+        """The given fields that all generating endpoints share, by name."""
+        given = self.model_fields_set & DecodingRequest.model_fields.keys()
+        return {name: getattr(self, name) for name in given}
+
+    def refuse_unsupported(self) -> None:
+        """Refuse by an `ApiError` what `Body` refuses, and fields that contradict each other."""
+        super().refuse_unsupported()
+        if self.return_passes and not self.stream:
+            raise invalid_value("return_passes", "only streams report them; set stream to true")
+
+
+class GenerationRequest(DecodingRequest):
+    """Fields that OpenAI's two completing endpoints share."""
+
+    stream_options: StreamOptions | None = None
+    """Options that add reports, such as token counts, to the events of a stream."""
+    user: str | None = None
+    """Name of the end user or conversation, whose requests prefer the replica of the last one."""
+    n: Annotated[int, Field(ge=1, le=128, strict=True)] | None = None
+    """Number of outputs per prompt, 1 by default; output i is drawn with the seed plus i."""
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20, strict=True)] | None = None
+    """Report the log-probability and rank of each prompt token, and as many of the likeliest tokens
+    there; whole responses only."""
+    return_tokens_as_token_ids: Flag | None = None
+    """Write tokens of log-probabilities as ``token_id:5``."""
+    return_token_ids: Flag | None = None
+    """Report the token ids of prompt and output."""
+    response_format: ResponseFormat | None = None
+    """Form of the output: text, any JSON object, or JSON that satisfies a schema."""
+    guided_json: JsonSchema | None = None
+    """Older form of ``json`` in ``structured_outputs``."""
+    guided_regex: GrammarText | None = None
+    """Older form of ``regex`` there."""
+    guided_grammar: GrammarText | None = None
+    """Older form of ``grammar`` there."""
+    guided_choice: Alternatives | None = None
+    """Older form of ``choice`` there."""
+
+    @property
     @abstractmethod
     def limit(self) -> tuple[str, int | None]:
         """Name and value of the field that limits the output tokens."""
@@ -293,8 +311,6 @@ class GenerationRequest(Body):
             raise invalid_value(
                 "prompt_logprobs", "streams do not report them; leave it out, or leave out stream"
             )
-        if self.return_passes and not self.stream:
-            raise invalid_value("return_passes", "only streams report them; set stream to true")
 
 
 def _kind_of_prompt(value: Any) -> str | None:

@@ -1,6 +1,6 @@
 """Models that describe response bodies in the OpenAPI document.
 
-Responses are built as plain dictionaries in `mars_serve.api.outgoing.responses`; tests check them
+Responses are built as plain dictionaries in `mars_serve.api.outgoing.completions`; tests check them
 against these models.
 
 Source: OpenAI API reference, "Completions" and "Chat".

@@ -14,6 +14,7 @@ from mars_serve.http.endpoints.about import about_router
 from mars_serve.http.endpoints.admin import admin_router
 from mars_serve.http.endpoints.dashboard import dashboard_router
 from mars_serve.http.endpoints.generation import generation_router
+from mars_serve.http.endpoints.generator import Generator
 from mars_serve.http.endpoints.information import information_router
 from mars_serve.http.endpoints.loras import loras_router
 from mars_serve.http.endpoints.metrics import metrics_router
@@ -68,7 +69,7 @@ def create_app(
     app.include_router(loras_router(models))
     app.include_router(dashboard_router(models))
     app.include_router(metrics_router(models, telemetry))
-    app.include_router(generation_router(models, settings.limits, threads, places))
+    app.include_router(generation_router(Generator(models, settings.limits, threads, places)))
     app.include_router(tokens_router(models, settings.limits, threads))
     if settings.pages:
         app.include_router(pages_router())

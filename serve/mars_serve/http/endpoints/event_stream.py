@@ -2,20 +2,11 @@
 
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import Any
 
 from fastapi.responses import StreamingResponse
-from pydantic_core import to_json  # several times faster than json, and used for each pass
 from starlette.types import Receive, Scope, Send
 
-DONE = b"data: [DONE]\n\n"
-"""Last event of a complete stream."""
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-
-
-def sse(content: dict[str, Any]) -> bytes:
-    """Return a server-sent event with JSON content."""
-    return b"data: " + to_json(content) + b"\n\n"
 
 
 class EventStream(StreamingResponse):

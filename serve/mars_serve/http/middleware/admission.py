@@ -12,8 +12,10 @@ from mars_serve.api.limits import KeyLimits, Places
 from mars_serve.http.middleware.authentication import path_within
 from mars_serve.http.middleware.records import RequestRecord
 
-_GENERATING = frozenset({"/v1/completions", "/v1/chat/completions"})
-_LIMITED = _GENERATING | {"/tokenize", "/detokenize"}
+_GENERATING = frozenset(
+    {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"}
+)
+_LIMITED = _GENERATING | {"/tokenize", "/detokenize", "/v1/messages/count_tokens"}
 
 
 class AdmissionMiddleware:

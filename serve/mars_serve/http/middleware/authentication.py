@@ -26,7 +26,8 @@ class KeyMiddleware:
 
     Raises `ApiError`: 401 without a valid key, 403 if the key does not allow the path. On a server
     without keys all requests have the same caller; if ``open_admin`` is set, it is an administrator
-    and may send control tokens.
+    and may send control tokens. A caller in the state already stands: the server itself has put it
+    there, for a request that it makes in a client's name.
     """
 
     def __init__(self, app: ASGIApp, keys: KeyRing, *, open_admin: bool) -> None:
@@ -41,8 +42,8 @@ class KeyMiddleware:
             await send({"type": "websocket.close", "code": _POLICY_VIOLATION})
             return
         if scope["type"] == "http":
-            caller = await self._authenticate(scope)
-            scope.setdefault("state", {})["caller"] = caller
+            state = scope.setdefault("state", {})
+            caller = state["caller"] = state.get("caller") or await self._authenticate(scope)
             if _is_admin_path(scope) and not caller.is_admin:
                 remedy = "start the server with" if self._keys.is_open else "use"
                 reason = f"this caller is no administrator; {remedy} a key that has admin: true"
