@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,10 @@ from mars_train.run.notice_board import shown_progress
 from mars_train.run.preparation import Start
 from mars_train.run.run_directory import RunDirectory
 from mars_train.run.tracking import Send
-from mars_train.run.worker import StageResult, run_worker
+from mars_train.run.worker import run_worker
 from mars_train.stage.held_out import HeldOutSet
 from mars_train.stage.job import StageJob
-from mars_train.stage.progress import Figures
+from mars_train.stage.progress import Figures, StageResult
 from mars_train.stage.responses import rows_to_answer
 from mars_train.stage.trainer import MODEL
 from mars_train.storage.directories import Storage, copy_into, share
@@ -179,8 +180,8 @@ class _Run:
         to_come, send = self._to_come(stage), self._sender(stage)
         with shown_progress(self.console, terminated, to_come, send) as board:
             trainer = TorchTrainer(
-                run_worker,
-                train_loop_config={"job": job, "board": board},
+                # as its configuration, Ray's controller would load the job with torch and all else
+                partial(run_worker, job, board),
                 scaling_config=_scaling_config(self.recipe),
                 run_config=self._run_config(stage),
             )

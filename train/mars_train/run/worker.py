@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import ray
 import ray.train
@@ -16,7 +16,7 @@ from mars_platform.errors import UserError
 from mars_train.recipe import Scaling
 from mars_train.stage.job import Notice, StageJob
 from mars_train.stage.parallel import Workers
-from mars_train.stage.progress import Figures, Progress, TerminalMessage
+from mars_train.stage.progress import Figures, Progress, StageResult, TerminalMessage
 from mars_train.stage.trainer import StageTrainer
 from mars_train.storage.directories import fetch_shared
 
@@ -24,27 +24,15 @@ _POST_INTERVAL_S = 0.5
 _NOTICE_INTERVAL_S = 2.0
 
 
-@dataclass(frozen=True)
-class StageResult:
-    """The way in which a stage ended."""
-
-    status: Literal["finished", "stopped", "refused"]
-    step: int = 0
-    """Optimizer steps done; meaningless after a refusal."""
-    reason: str = ""
-    """Error message for the user after a refusal; else empty."""
-
-
-def run_worker(config: dict[str, Any]) -> StageResult:
+def run_worker(job: StageJob, board: ActorHandle[Any]) -> StageResult:
     """Train a stage; Ray Train calls this on every worker.
 
     A user's mistake is returned rather than raised, because Ray Train would restart the workers.
     """
-    job: StageJob = config["job"]
     scaling = job.recipe.scaling
     set_threads(scaling)
     workers = Workers(scaling.strategy, use_gpu=scaling.use_gpu, precision=job.recipe.precision)
-    reporter = _RayReporter(workers, config["board"])
+    reporter = _RayReporter(workers, board)
     try:
         job = replace(job, start=fetch_shared(job.start), data=fetch_shared(job.data))
         trainer = StageTrainer(job, workers, reporter)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -45,3 +46,14 @@ class TerminalMessage:
     text: str
     warning: bool
     """Whether it is shown as a warning."""
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """The way in which a stage ended."""
+
+    status: Literal["finished", "stopped", "refused"]
+    step: int = 0
+    """Optimizer steps done; meaningless after a refusal."""
+    reason: str = ""
+    """Error message for the user after a refusal; else empty."""
