@@ -29,6 +29,7 @@ class ReportedToken:
     """Number of characters of the text before the token."""
     logprob: TokenLogprob | None
     """The token's log-probability; None for a prompt's first token, which nothing predicts."""
+    span: Span = Span.ANSWER
 
 
 @dataclass
@@ -42,6 +43,17 @@ class CallPart:
     name: str | None = None
     arguments: str = ""
     """The next piece of the arguments' JSON text."""
+
+
+@dataclass(frozen=True)
+class Thought:
+    """A piece of the model's thinking."""
+
+    text: str
+
+
+Piece = Thought | str | CallPart
+"""A piece of thinking, of the text, or of a call."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +88,8 @@ class Delta:
     """Proposals of the pass, if the request asks for them."""
     stop_reason: str | int | None = None
     """The stop string or the request's stop token that ended the output."""
+    pieces: list[Piece] = field(default_factory=list)
+    """Thinking, text and calls in the order in which they were written."""
 
     @property
     def num_tokens(self) -> int:
@@ -220,25 +234,28 @@ class Choice:
         self._follow(spans, output.threshold)
         echoed, reported = self._echoed() if is_first else ("", [])
         reported += self._reported(output, part, spans)
-        text, calls = part.text, list[CallPart]()
+        pieces: list[Piece] = [part.text] if part.text else []
         reason: str | None = FinishReason.STOP if part.is_stopped else output.finish_reason
         self.has_ended = reason is not None
         stop_reason = part.stop if part.is_stopped else self._stop_token(output)
         if self.parser is not None:
-            text, calls = _parts_of(self.parser.push(text, last=reason is not None))
+            pieces = _pieces_of(self.parser.push(part.text, last=reason is not None))
             if reason == FinishReason.STOP and 0 < self.parser.num_calls == self.parser.num_whole:
                 reason = TOOL_CALLS
+        pieces = [echoed, *pieces] if echoed else pieces
+        reasoning = part.reasoning if self.includes_reasoning else ""
         return Delta(
             choice=self,
-            text=echoed + text,
+            text="".join(each for each in pieces if isinstance(each, str)),
             tokens=output.tokens[: part.num_tokens],
             reported=reported,
             finish_reason=reason,
             is_first=is_first,
-            calls=calls,
-            reasoning=part.reasoning if self.includes_reasoning else "",
+            calls=[each for each in pieces if isinstance(each, CallPart)],
+            reasoning=reasoning,
             details=self._details(output, part),
             stop_reason=stop_reason,
+            pieces=[Thought(reasoning), *pieces] if reasoning else pieces,
         )
 
     def _details(self, output: StepOutput, part: OutputPart) -> PassDetails | None:
@@ -290,10 +307,13 @@ class Choice:
         shown = slice(part.num_tokens)
         rows = zip(output.tokens[shown], part.offsets, output.logprobs[shown], strict=True)
         reported = [ReportedToken(token, start + offset, value) for token, offset, value in rows]
-        if self.includes_reasoning or not spans:
+        if not spans:
             return reported
         pairs = zip(reported, spans, strict=False)
-        return [each for each, span in pairs if span is not Span.THINKING]
+        marked = [replace(each, span=span) for each, span in pairs]
+        return [
+            each for each in marked if self.includes_reasoning or each.span is not Span.THINKING
+        ]
 
 
 def _with_top(value: TokenLogprob, num_top: int) -> TokenLogprob:
@@ -314,22 +334,25 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
         calls=[call for delta in deltas for call in delta.calls],
         reasoning="".join(delta.reasoning for delta in deltas),
         stop_reason=last.stop_reason,
+        pieces=[piece for delta in deltas for piece in delta.pieces],
     )
 
 
-def _parts_of(events: Sequence[ToolEvent]) -> tuple[str, list[CallPart]]:
-    """Return the content and one part for each tool call that the events belong to."""
-    content, calls = "", dict[int, CallPart]()
+def _pieces_of(events: Sequence[ToolEvent]) -> list[Piece]:
+    """Return the texts and one part for each tool call that the events belong to, in order."""
+    pieces, calls = list[Piece](), dict[int, CallPart]()
     for event in events:
         if isinstance(event, ContentDelta):
-            content += event.text
+            pieces.append(event.text)
             continue
-        part = calls.setdefault(event.index, CallPart(event.index))
+        if event.index not in calls:
+            calls[event.index] = CallPart(event.index)
+            pieces.append(calls[event.index])
         if isinstance(event, ToolStart):
-            part.id, part.name = event.id, event.name
+            calls[event.index].id, calls[event.index].name = event.id, event.name
         else:
-            part.arguments += event.text
-    return content, list(calls.values())
+            calls[event.index].arguments += event.text
+    return pieces
 
 
 async def run_all(choices: Sequence[Choice], backend: Backend) -> list[list[Delta]]:

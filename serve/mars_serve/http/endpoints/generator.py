@@ -368,8 +368,8 @@ async def _events(call: _Call, answer: Answer, writer: Writer) -> AsyncGenerator
                 async for delta in deltas:
                     call.record_delta(delta)
                     call.record.finish_reason = delta.finish_reason
-                    events = writer.events(delta)
-                    yield events if has_begun else writer.begin() + events
+                    begun = b"" if has_begun else writer.begin()
+                    yield begun + writer.events(delta)
                     has_begun = True
     except Exception as error:
         problem = call.problem(error, answer)
