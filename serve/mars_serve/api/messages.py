@@ -136,10 +136,10 @@ ChatMessage = Annotated[
 """A message of a conversation, told apart by its role."""
 
 
-def _check_num_pieces(value: Any) -> Any:
+def check_num_pieces(value: Any) -> Any:
     """Refuse conversations of too many pieces before a model is made of each."""
     messages = [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
-    pieces = [each.get(key) for each in messages for key in ("content", "tool_calls")]
+    pieces = (piece for each in messages for piece in each.values())
     given = sum(len(each) for each in pieces if isinstance(each, list))
     if given > MAX_PIECES:
         raise PydanticCustomError(
@@ -153,7 +153,7 @@ def _check_num_pieces(value: Any) -> Any:
 Messages = Annotated[
     list[ChatMessage],
     Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
-    BeforeValidator(_check_num_pieces),
+    BeforeValidator(check_num_pieces),
 ]
 
 

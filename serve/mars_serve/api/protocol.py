@@ -80,6 +80,7 @@ AnyThreshold = Annotated[  # the tags have hyphens: errors do not take them for 
     Discriminator(lambda value: "by-span" if isinstance(value, dict) else "of-all"),
 ]
 """One τ, or τ by span."""
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Penalty = Annotated[float, Field(ge=-2, le=2, strict=True)]
 TokenId = Annotated[int, Field(ge=0, le=_MAX_INT32, strict=True)]
 TokenIds = Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)]
@@ -408,9 +409,7 @@ class ChatCompletionRequest(GenerationRequest):
     """Return the model's thinking, too; true by default."""
     chat_template_kwargs: TemplateKwargs | None = None
     """Variables of the chat template, such as ``enable_thinking``."""
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
-        None
-    )
+    reasoning_effort: Effort | None = None
     """How much the model thinks before it answers. It sets the variables ``enable_thinking``,
     ``thinking`` and ``reasoning_effort`` that the chat template has; if there are none, the header
     ``X-Marsray-Unknown-Fields`` names the field."""

@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: its bodies, their translation to chats, and the answers in its shapes."""
