@@ -72,9 +72,16 @@ class KeyRing:
     """The keys in force, read again when their file changes."""
 
     def __init__(
-        self, settings: KeySettings, *, clock: Callable[[], float] = time.monotonic
+        self,
+        settings: KeySettings,
+        *,
+        trusts_anyone: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Read the keys.
+
+        Without keys, ``trusts_anyone`` makes every caller an administrator who may send control
+        tokens.
 
         Raises:
             UserError: the file or variable cannot be read or is malformed.
@@ -91,6 +98,9 @@ class KeyRing:
             entries = _read(settings.file)
         self.is_open = entries is None
         """Whether the server has no keys, so that requests need none."""
+        is_trusted = trusts_anyone and self.is_open
+        self.anyone = Caller("", is_admin=is_trusted, may_control=is_trusted)
+        """Caller without a key."""
         self._callers = _by_digest(entries or [])
 
     def find(self, key: bytes) -> Caller | None:
@@ -104,6 +114,13 @@ class KeyRing:
             if hmac.compare_digest(known, digest):
                 found = caller
         return found
+
+    async def named(self, name: str) -> Caller | None:
+        """Return the caller with the name of a key in force, empty on an open server, else None."""
+        if self.is_open and not name:
+            return self.anyone
+        await self.refresh()
+        return next((caller for _, caller in self._callers if caller.name == name), None)
 
     async def refresh(self) -> None:
         """Read the key file again if it has changed.

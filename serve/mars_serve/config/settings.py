@@ -302,6 +302,8 @@ class StorageSettings(Settings):
     """Largest number of files, of batches and of stored responses of a key, each."""
     file_bytes: int = Field(default=200 * 2**20, ge=1024)
     """Largest file, in bytes."""
+    batch_concurrency: int = Field(default=64, ge=1, le=4096)
+    """Largest number of lines of batches that each ingress replica has answered at a time."""
 
 
 class TelemetrySettings(Settings):

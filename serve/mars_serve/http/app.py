@@ -1,29 +1,40 @@
 """Assembles the FastAPI application; its endpoints reach models through `Backend`."""
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager, nullcontext
 from random import Random
 
 from fastapi import FastAPI
 
 from mars_platform import __version__
+from mars_serve.api.keys import KeyRing
 from mars_serve.api.limits import Places
 from mars_serve.api.text_threads import TextThreads
 from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import ServeSettings
+from mars_serve.http.batches.records import BatchStore
+from mars_serve.http.batches.run import Means
+from mars_serve.http.batches.runner import BatchRunner
 from mars_serve.http.endpoints.about import about_router
 from mars_serve.http.endpoints.admin import admin_router
+from mars_serve.http.endpoints.batches import batches_router
 from mars_serve.http.endpoints.dashboard import dashboard_router
+from mars_serve.http.endpoints.files import files_router
 from mars_serve.http.endpoints.generation import generation_router
 from mars_serve.http.endpoints.generator import Generator
 from mars_serve.http.endpoints.information import information_router
 from mars_serve.http.endpoints.loras import loras_router
 from mars_serve.http.endpoints.metrics import metrics_router
 from mars_serve.http.endpoints.tokens import tokens_router
+from mars_serve.http.in_process import OwnRequests
 from mars_serve.http.middleware.errors import add_error_handlers
 from mars_serve.http.middleware.recording import RecordMiddleware
 from mars_serve.http.middleware.security import add_security
 from mars_serve.http.page_files import pages_router
 from mars_serve.observability.ingress_telemetry import IngressTelemetry
+from mars_serve.storage.files import FileStore
+from mars_serve.storage.objects import ObjectStorage
 
 _LARGE_BODIES = 16
 """Bodies of the largest size for which there is room until their texts are read."""
@@ -38,18 +49,27 @@ def create_app(
     Serve returns X-Request-Id itself. Outside Serve it is None.
 
     Raises:
-        UserError: the keys or packages that the settings require are missing.
+        UserError: the keys or packages that the settings require are missing, or the storage cannot
+            be used.
     """
     telemetry = IngressTelemetry(models, replica or "ingress")
+    storage = ObjectStorage(settings.storage) if settings.storage.path else None
+    batches = BatchStore(FileStore(storage)) if storage else None
+
     # A redirect would contain the host name that the request sent.
     # FastAPI's own pages would load scripts of other hosts into the origin of /admin
     app = FastAPI(
-        title="marsray", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None
+        title="marsray",
+        version=__version__,
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+        lifespan=_lifespan,
     )
     add_error_handlers(app, Random().random)
     places = _places(models, settings)
     threads = TextThreads(_LARGE_BODIES * settings.limits.body_bytes)
-    add_security(app, settings, places, threads)
+    keys = add_security(app, settings, places, threads)
     tracer = None
     if settings.telemetry.tracing:
         from mars_serve.http.middleware.tracing import tracer_from_environment
@@ -63,6 +83,7 @@ def create_app(
         is_id_echoed=replica is not None,
     )
     app.state.telemetry = telemetry
+    app.state.batches = BatchRunner(batches, _means(app, keys, settings)) if batches else None
     app.include_router(information_router(models))
     app.include_router(about_router(models, settings.limits))
     app.include_router(admin_router(models))
@@ -71,9 +92,25 @@ def create_app(
     app.include_router(metrics_router(models, telemetry))
     app.include_router(generation_router(Generator(models, settings.limits, threads, places)))
     app.include_router(tokens_router(models, settings.limits, threads))
+    app.include_router(files_router(batches.files if batches else None, settings.limits))
+    app.include_router(batches_router(batches))
     if settings.pages:
         app.include_router(pages_router())
     return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncGenerator[None]:
+    """Run batches while the application runs."""
+    async with app.state.batches.running() if app.state.batches else nullcontext():
+        yield
+
+
+def _means(app: FastAPI, keys: KeyRing, settings: ServeSettings) -> Means:
+    num_slots = settings.storage.batch_concurrency
+    return Means(
+        OwnRequests(app), keys.named, settings.limits, num_slots, asyncio.Semaphore(num_slots)
+    )
 
 
 def _places(models: Mapping[str, ServedModel], settings: ServeSettings) -> dict[str, Places]:

@@ -25,16 +25,13 @@ class KeyMiddleware:
     """Stores the request's `Caller` in its state, or refuses the request.
 
     Raises `ApiError`: 401 without a valid key, 403 if the key does not allow the path. On a server
-    without keys all requests have the same caller; if ``open_admin`` is set, it is an administrator
-    and may send control tokens. A caller in the state already stands: the server itself has put it
-    there, for a request that it makes in a client's name.
+    without keys all requests have the same caller, `KeyRing.anyone`. A caller in the state already
+    stands: the server itself has put it there, for a request that it makes in a client's name.
     """
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, *, open_admin: bool) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
         self._app = app
         self._keys = keys
-        is_trusted = open_admin and keys.is_open
-        self._anyone = Caller("", is_admin=is_trusted, may_control=is_trusted)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the request if its key allows the path."""
@@ -52,12 +49,12 @@ class KeyMiddleware:
 
     async def _authenticate(self, scope: Scope) -> Caller:
         if self._keys.is_open:
-            return self._anyone
+            return self._keys.anyone
         await self._keys.refresh()
         key = _bearer_key(scope)
         caller = self._keys.find(key) if key else None
         if caller is None and _is_public(scope):
-            return self._anyone
+            return self._keys.anyone
         if caller is None:
             problem = "the key is unknown" if key else "there is no key"
             raise ApiError(

@@ -17,7 +17,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mars_serve.api.bounds import STEP, json_size_of, most_depth
 from mars_serve.api.errors import ApiError, clipped, invalid_value
 from mars_serve.api.text_threads import Load, TextThreads
+from mars_serve.http.middleware.authentication import path_within
 
+UPLOADS = "/v1/files"
+"""Path to which files are sent, which its endpoint reads and checks in pieces."""
 _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS")  # methods whose body is not read
 _MAX_DEPTH = 100
 """Largest nesting depth of JSON. Templates and grammars recurse into values, and a Python or native
@@ -48,7 +51,8 @@ class BodyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the request with its body read and checked; its state has the body's `Load`."""
-        if scope["type"] != "http" or scope["method"] in _WITHOUT_BODY:
+        is_upload = scope["type"] == "http" and path_within(scope) == UPLOADS
+        if scope["type"] != "http" or scope["method"] in _WITHOUT_BODY or is_upload:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)

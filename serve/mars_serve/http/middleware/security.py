@@ -19,13 +19,16 @@ from mars_serve.http.middleware.headers import HeaderMiddleware, OwnMachineMiddl
 
 def add_security(
     app: FastAPI, settings: ServeSettings, places: Mapping[str, Places], threads: TextThreads
-) -> None:
+) -> KeyRing:
     """Guard an application's endpoints with keys and limits, and report errors of both.
+
+    Returns:
+        The keys in force.
 
     Raises:
         UserError: the keys cannot be read, or are required and missing.
     """
-    keys = KeyRing(settings.keys)
+    keys = KeyRing(settings.keys, trusts_anyone=settings.is_local)
     if keys.is_open and not (settings.is_local or settings.insecure):
         raise UserError(
             "keys: the process that takes requests has none, and other machines reach it; give "
@@ -43,13 +46,14 @@ def add_security(
     )
     app.add_middleware(QueueMiddleware, places=places)
     app.add_middleware(AdmissionMiddleware, limits=limits)
-    app.add_middleware(KeyMiddleware, keys=keys, open_admin=settings.is_local)
+    app.add_middleware(KeyMiddleware, keys=keys)
     if keys.is_open and settings.is_local:
         app.add_middleware(OwnMachineMiddleware, allowed=settings.allowed_hosts)
     app.add_middleware(HeaderMiddleware)
     app.add_middleware(ErrorMiddleware)
     if not keys.is_open:
         _describe_keys(app)
+    return keys
 
 
 def _describe_keys(app: FastAPI) -> None:

@@ -1,0 +1,1 @@
+"""Answers the lines of files beside other requests, by way of the application itself."""

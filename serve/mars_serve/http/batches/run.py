@@ -1,0 +1,373 @@
+"""Runs one batch, and goes on where another process has left it."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from tempfile import TemporaryFile
+from typing import IO, BinaryIO
+
+import httpx
+
+from mars_serve.api.keys import Caller
+from mars_serve.config.settings import LimitSettings
+from mars_serve.http.batches.lines import (
+    Line,
+    LineError,
+    answer_line,
+    check_lines,
+    numbered_lines,
+    parse_line,
+    request_body,
+    unanswered_line,
+)
+from mars_serve.http.batches.records import (
+    ENDED,
+    BatchRecord,
+    BatchStore,
+    Lease,
+    Outcome,
+)
+from mars_serve.http.in_process import OwnRequests
+
+_RETRIED = (429, 503)
+_RETRY_S = (1.0, 60.0)
+"""Shortest and longest wait in seconds before a line that was refused is sent again."""
+_READ_LINES = 16
+"""Lines that are read at once."""
+_READ_PARTS = 16
+"""Parts that are read at once."""
+_PART_BYTES = 4 * 2**20
+"""Size of answers that are written before further ones are taken."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Times of running batches, in seconds."""
+
+    look_s: float = 1.0
+    """Between two looks for batches that nobody runs."""
+    beat_s: float = 3.0
+    """Between two signs of life, at which answers are written, too."""
+    lease_s: float = 20.0
+    """Without a sign of life after which a process counts as gone."""
+    settle_s: float = 1.0
+    """Wait for others that try to take the same batch."""
+
+
+@dataclass(frozen=True)
+class Means:
+    """What all batches of a process are run with."""
+
+    requests: OwnRequests
+    caller_of: Callable[[str], Awaitable[Caller | None]]
+    """Returns the caller with the name of a key, as it is now; None if the key is gone."""
+    limits: LimitSettings
+    num_slots: int
+    """Largest number of lines that are answered at a time."""
+    slots: asyncio.Semaphore
+    pace: Pace = Pace()
+
+
+class Gate:
+    """Lets as many requests go at once as are not refused.
+
+    It halves their number behind a refusal, and lets one more go once so many have passed.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._limit = float(most)
+        self._num_active = 0
+        self._changed = asyncio.Condition()
+
+    async def __aenter__(self) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._num_active < int(self._limit))
+            self._num_active += 1
+
+    async def __aexit__(self, *_: object) -> None:
+        self._num_active -= 1
+        async with self._changed:
+            self._changed.notify()
+
+    async def learn(self, *, is_refused: bool) -> None:
+        """Note how a request has ended that went through."""
+        if is_refused:
+            self._limit = max(1.0, min(self._limit, self._num_active + 1) / 2)
+            return
+        self._limit = min(self._limit + 1 / self._limit, self._most)
+        async with self._changed:
+            self._changed.notify()
+
+
+class LeaseLost(Exception):
+    """Raised where another process has taken a batch."""
+
+
+class BatchRun:
+    """A batch that this process runs, with its record and lease as they were found."""
+
+    def __init__(
+        self, store: BatchStore, name: str, record: BatchRecord, lease: Lease, means: Means
+    ) -> None:
+        self._store = store
+        self._name = name
+        self._record = record
+        self._lease = lease
+        self._means = means
+        self._gate = Gate(means.num_slots)
+        self._done = set[int]()
+        """Numbers of the lines that have an answer."""
+        self._part = list[bytes]()
+        """Answers that are not written yet."""
+        self._part_bytes = 0
+        self._writing = asyncio.Lock()
+        self._is_ending = asyncio.Event()
+        self._outcome: Outcome = "completed"
+
+    async def run(self) -> None:
+        """Run the batch to its end; if this is cancelled or fails, others may go on.
+
+        Raises:
+            LeaseLost: another process runs it.
+            Exception: storage has failed.
+        """
+        keeper = asyncio.create_task(self._keep())
+        work = asyncio.create_task(self._work())
+        try:
+            await asyncio.wait({keeper, work}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (keeper, work):
+                if task.done():
+                    task.result()
+        finally:
+            keeper.cancel()
+            work.cancel()
+            await asyncio.gather(keeper, work, return_exceptions=True)
+            if self._record.status not in ENDED:
+                await self._give_up()
+
+    async def _give_up(self) -> None:
+        """Keep the answers so far, and let another process take the batch at once."""
+        with suppress(Exception):  # it takes the batch later then
+            if await self._store.lease(self._name) == self._lease:
+                await self._write()
+                free = self._lease.model_copy(update={"owner": ""})
+                await self._store.put_lease(self._name, free)
+
+    async def _work(self) -> None:
+        try:
+            (await asyncio.to_thread(self._input)).close()
+        except FileNotFoundError:
+            reason = "the input file is gone; upload it and create the batch again"
+            await self._fail([LineError("input_file_gone", reason)])
+            return
+        if not self._record.total and not await self._check():
+            return
+        self._record.completed = self._record.failed = 0
+        async for number, is_right, _ in self._kept():
+            self._note(number, is_right=is_right)
+        await self._see_end()
+        await self._answer_until_ended()
+        await self._write()
+        await self._finish()
+
+    async def _fail(self, errors: list[LineError]) -> None:
+        self._record.errors = errors
+        await self._end("failed")
+
+    async def _end(self, outcome: Outcome) -> None:
+        self._record.enter(outcome)
+        await self._store.update(self._name, self._record)
+        await self._store.clear(self._record.tenant, self._name)
+
+    async def _check(self) -> bool:
+        """Check the input; return whether it can be answered."""
+        limits, record = self._means.limits, self._record
+
+        def check() -> tuple[int, list[LineError]]:
+            with self._input() as file:
+                return check_lines(file, record.endpoint, limits.body_bytes, limits.body_values)
+
+        total, errors = await asyncio.to_thread(check)
+        if errors:
+            await self._fail(errors)
+            return False
+        record.total = total
+        record.enter("in_progress")
+        await self._store.update(self._name, record)
+        return True
+
+    def _input(self) -> BinaryIO:
+        return self._store.files.open(self._record.tenant, self._record.input_file)
+
+    async def _keep(self) -> None:
+        """Say that this process is alive, write what is answered, and see whether to end."""
+        while True:
+            await asyncio.sleep(self._means.pace.beat_s)
+            if await self._store.lease(self._name) != self._lease:
+                raise LeaseLost(f"another process runs batch {self._name}")
+            beaten = self._lease.model_copy(update={"beat": self._lease.beat + 1})
+            await self._store.put_lease(self._name, beaten)
+            self._lease = beaten
+            await self._write()
+            await self._see_end()
+
+    async def _see_end(self) -> None:
+        """End the answering of a batch that is cancelled or expired, or whose key is gone."""
+        cancelled_at = await self._store.cancelled_at(self._record.tenant, self._name)
+        if cancelled_at is not None:
+            self._record.times["cancelling"] = cancelled_at
+            self._outcome = "cancelled"
+        elif time.time() >= self._record.expires_at:
+            self._outcome = "expired"
+        elif await self._means.caller_of(self._record.key) is None:
+            reason = "the key that created the batch is no longer one of this server's"
+            self._record.errors = [LineError("invalid_api_key", reason)]
+            self._outcome = "failed"
+        else:
+            return
+        self._is_ending.set()
+
+    async def _answer_until_ended(self) -> None:
+        ending = asyncio.create_task(self._is_ending.wait())
+        answering = asyncio.create_task(self._answer_all())
+        try:
+            await asyncio.wait({ending, answering}, return_when=asyncio.FIRST_COMPLETED)
+            if answering.done():
+                answering.result()
+                self._outcome = "completed"
+        finally:
+            ending.cancel()
+            answering.cancel()
+            await asyncio.gather(ending, answering, return_exceptions=True)
+
+    async def _answer_all(self) -> None:
+        """Answer all lines that have no answer, some at a time."""
+        lines = asyncio.Queue[tuple[int, bytes] | None](self._means.num_slots)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self._means.num_slots):
+                group.create_task(self._answer_some(lines))
+            async for line in self._unanswered():
+                await lines.put(line)
+            for _ in range(self._means.num_slots):
+                await lines.put(None)
+
+    async def _unanswered(self) -> AsyncGenerator[tuple[int, bytes]]:
+        file = await asyncio.to_thread(self._input)
+        numbered = numbered_lines(file, self._means.limits.body_bytes)
+        try:
+            while some := await asyncio.to_thread(lambda: list(islice(numbered, _READ_LINES))):
+                for number, content in some:
+                    if number not in self._done:
+                        yield number, content
+        finally:
+            file.close()
+
+    async def _answer_some(self, lines: asyncio.Queue[tuple[int, bytes] | None]) -> None:
+        while (found := await lines.get()) is not None:
+            number, content = found
+            status, answer = await self._answer(content)
+            is_right = status == 200
+            self._part.append(b"%d %d %b\n" % (number, is_right, answer))
+            self._part_bytes += len(answer)
+            self._note(number, is_right=is_right)
+            if self._part_bytes > _PART_BYTES:
+                await self._write()
+
+    def _note(self, number: int, *, is_right: bool) -> None:
+        if number not in self._done:
+            self._done.add(number)
+            self._record.completed += is_right
+            self._record.failed += not is_right
+
+    async def _answer(self, content: bytes) -> tuple[int, bytes]:
+        """Return the status of a line's answer, and its line in the output."""
+        limits = self._means.limits
+        line = await asyncio.to_thread(parse_line, content, limits.body_bytes, limits.body_values)
+        response = await self._response(line)
+        request_id = response.headers.get("x-request-id")
+        return response.status_code, answer_line(
+            line.custom_id, response.status_code, request_id, response.content
+        )
+
+    async def _response(self, line: Line) -> httpx.Response:
+        """Return the response to a line, sent again while the key or the server has no room."""
+        while True:
+            caller = await self._means.caller_of(self._record.key)
+            if caller is None:
+                await self._see_end()
+                await asyncio.Event().wait()  # until this is cancelled
+            assert caller is not None
+            body = request_body(line, caller.tiers)
+            async with self._gate, self._means.slots:
+                response = await self._means.requests.post(line.url, body, caller)
+            is_refused = response.status_code in _RETRIED and "deadline_ms" not in line.body
+            await self._gate.learn(is_refused=is_refused)
+            if not is_refused:
+                return response
+            await asyncio.sleep(_retry_s(response))
+
+    async def _write(self) -> None:
+        """Write the answers that are not written yet, and the record's counts."""
+        async with self._writing:
+            part, self._part, self._part_bytes = self._part, [], 0
+            if part:
+                await self._store.put_part(self._record.tenant, self._name, b"".join(part))
+                await self._store.update(self._name, self._record)
+
+    async def _kept(self) -> AsyncGenerator[tuple[int, bool, bytes]]:
+        """Yield number and kind of each line's first answer, and its line in the output."""
+        tenant, seen = self._record.tenant, set[int]()
+        names = await self._store.parts(tenant, self._name)
+        for start in range(0, len(names), _READ_PARTS):
+            some = names[start : start + _READ_PARTS]
+            parts = await self._store.read_parts(tenant, self._name, some)
+            for name in some:
+                for line in parts[name].splitlines():
+                    number, is_right, answer = line.split(b" ", 2)
+                    if int(number) not in seen:
+                        seen.add(int(number))
+                        yield int(number), is_right == b"1", answer
+
+    async def _finish(self) -> None:
+        """Make the output and error files of all answers, and end the batch."""
+        record, files = self._record, self._store.files
+        if self._outcome == "completed":
+            record.enter("finalizing")
+            await self._store.update(self._name, record)
+        with TemporaryFile() as output, TemporaryFile() as errors:
+            async for _, is_right, answer in self._kept():
+                (output if is_right else errors).write(answer + b"\n")
+            if self._outcome == "expired":
+                await self._add_expired(errors)
+            record.has_output, record.has_errors = output.tell() > 0, errors.tell() > 0
+            for name, file, kind in (
+                (record.output_file, output, "output"),
+                (record.error_file, errors, "error"),
+            ):
+                if file.tell():
+                    filename = f"batch_{self._name}_{kind}.jsonl"
+                    await files.add(
+                        record.tenant, name, file, filename, "batch_output", on_full="exceed"
+                    )
+        await self._end(self._outcome)
+
+    async def _add_expired(self, errors: IO[bytes]) -> None:
+        """Add an error for each line that has no answer, and count them as failed."""
+        code, reason = "batch_expired", "the batch expired before this request had an answer"
+        limits = self._means.limits
+        async for number, content in self._unanswered():
+            line = parse_line(content, limits.body_bytes, limits.body_values)
+            errors.write(unanswered_line(line.custom_id, code, reason) + b"\n")
+            self._note(number, is_right=False)
+
+
+def _retry_s(response: httpx.Response) -> float:
+    """Return the seconds in which a request that was refused may be sent again."""
+    least, most = _RETRY_S
+    with suppress(ValueError):
+        return min(max(float(response.headers.get("retry-after", "")), least), most)
+    return least
