@@ -16,8 +16,16 @@ class UserError(ValueError):
 class Stopped(Exception):
     """The process received SIGTERM and has stopped in good order.
 
-    The command line prints the message and exits with status 143, as a shell does after SIGTERM.
+    The command line prints the message and exits with ``status``, as a shell does after SIGTERM.
     """
+
+    status = 143
+
+
+class Interrupted(Stopped):
+    """The process received SIGINT, as from Ctrl-C, and has stopped in good order."""
+
+    status = 130
 
 
 def one_line(error: Exception) -> str:

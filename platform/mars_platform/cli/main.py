@@ -13,10 +13,10 @@ import typer
 from rich.console import Console
 
 from mars_platform import __version__
-from mars_platform.errors import Stopped, UserError, one_line
+from mars_platform.errors import Interrupted, Stopped, UserError, one_line
 
 _ANY_ARGUMENTS = {"ignore_unknown_options": True, "allow_extra_args": True}
-_INTERRUPTED, _TERMINATED = 130, 143  # the shell's statuses for SIGINT and SIGTERM
+_INTERRUPTED = Interrupted.status
 
 
 def _show_version(value: bool) -> None:
@@ -103,7 +103,7 @@ def run(arguments: list[str]) -> int:
     except (UserError, Stopped) as error:
         if debug:
             raise
-        return _fail(str(error), 2 if isinstance(error, UserError) else _TERMINATED)
+        return _fail(str(error), 2 if isinstance(error, UserError) else error.status)
     except Exception as error:
         if debug:
             raise

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingConfig
     from ray.serve.handle import DeploymentHandle
+    from ray.train.torch import TorchTrainer
 
 _CENTRAL_PROCESSES = ("gcs_server", "raylet")
 
@@ -260,8 +261,7 @@ def signal_handler_kept(number: signal.Signals) -> Iterator[None]:
     """Restore the handler of a signal after the block, unless it was the system's default.
 
     ``ray.init`` replaces the handler of SIGTERM by one that prints a stack and exits with status
-    15, and ``trainer.fit()`` of Ray Train that of SIGINT by one that aborts the run, which stays
-    when the run has ended. Neither has an option against that.
+    15, and has no option against that.
     """
     before = signal.getsignal(number)
     try:
@@ -270,3 +270,13 @@ def signal_handler_kept(number: signal.Signals) -> Iterator[None]:
         is_main = threading.current_thread() is threading.main_thread()  # no other may set handlers
         if is_main and before is not signal.SIG_DFL:
             signal.signal(number, before)
+
+
+def with_own_interrupts(trainer: TorchTrainer) -> TorchTrainer:
+    """Let ``trainer.fit()`` keep the handler of SIGINT, and return the trainer.
+
+    Ray Train replaces it by one that aborts the workers and exits without a word, with no option
+    against that. Relies on the method that installs it.
+    """
+    trainer._register_sigint_handler = lambda _controller: None
+    return trainer

@@ -8,7 +8,7 @@ import ray
 import yaml
 
 from mars_platform.cli import main as cli
-from mars_platform.errors import UserError
+from mars_platform.errors import Interrupted, UserError
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMANDS = sorted(entry.name for entry in entry_points(group="marsray.commands"))
@@ -102,6 +102,7 @@ def test_a_mistake_on_the_command_line_is_named_in_one_line(refusal, tmp_path, a
             "RuntimeError: first line (--debug shows the traceback)",
         ),
         (KeyboardInterrupt(), 130, "error: interrupted\n"),
+        (Interrupted("stopped after step 3"), 130, "error: stopped after step 3\n"),
         (UserError("a\x1b[31m\udc80: no"), 2, "error: a\\x1b[31m\\udc80: no\n"),
     ],
 )

@@ -109,7 +109,8 @@ class _BoardReader:
         """Read the board once and show what is new."""
         if self.stop_wanted() and not self._stopping:
             self._stopping = True
-            say(self.console, "stopping: the workers save a checkpoint first")
+            text = "stopping: the workers save a checkpoint first; a second Ctrl-C does not wait"
+            say(self.console, text)
             ray.get(self.board.request_stop.remote())
         progress: Progress | None
         progress, messages, figures = ray.get(self.board.read.remote())

@@ -34,9 +34,9 @@ from mars_platform.checkpoint.manifest import Damaged
 from mars_platform.checkpoint.metadata import read_metadata
 from mars_platform.cli.progress import working
 from mars_platform.cli.report import say
-from mars_platform.cluster.ray_private import signal_handler_kept
+from mars_platform.cluster.ray_private import with_own_interrupts
 from mars_platform.cluster.session import ray_session
-from mars_platform.errors import Stopped, UserError
+from mars_platform.errors import Interrupted, Stopped, UserError
 from mars_train.data.encoding import check_vocabulary
 from mars_train.data.pipeline import prepare
 from mars_train.data.row_report import refuse_few_rows
@@ -71,7 +71,7 @@ def train_stages(directory: RunDirectory, start: Start, console: Console, send: 
 
     Raises:
         UserError: the cluster, the data or a setting of a stage is unusable.
-        Stopped: the process was told to terminate; the run can be resumed.
+        Stopped: the process was told to terminate or interrupted; the run can be resumed.
     """
     recipe = directory.recipe
     storage = Storage(recipe.checkpoints.storage or str(directory.path / "checkpoints"))
@@ -79,7 +79,7 @@ def train_stages(directory: RunDirectory, start: Start, console: Console, send: 
     with (
         # one CPU for Ray Data
         ray_session(recipe.cluster, min_cpus=min_cpus, environment=_ENVIRONMENT),
-        _termination() as terminated,  # comes second, because Ray's start installs a handler
+        _recorded(signal.SIGTERM) as terminated,  # second, because Ray's start installs a handler
     ):
         with directory.cleared_if_refused():
             _check_resources(recipe, console)
@@ -94,17 +94,26 @@ def train_stages(directory: RunDirectory, start: Start, console: Console, send: 
 
 
 @contextmanager
-def _termination() -> Iterator[Callable[[], bool]]:
-    """Record a SIGTERM instead of dying of it; schedulers send one before they take a machine."""
+def _recorded(number: signal.Signals) -> Iterator[Callable[[], bool]]:
+    """Record SIGTERM or the first SIGINT instead of dying of it.
+
+    Schedulers send SIGTERM before they take a machine; whoever presses Ctrl-C twice cannot wait.
+    """
     received = threading.Event()
     if threading.current_thread() is not threading.main_thread():  # only that one handles signals
         yield received.is_set
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: received.set())
+
+    def record(*_: object) -> None:
+        if number == signal.SIGINT and received.is_set():
+            raise KeyboardInterrupt
+        received.set()
+
+    before = signal.signal(number, record)
     try:
         yield received.is_set
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
 
 
 @dataclass
@@ -151,15 +160,18 @@ class _Run:
         if target.exists():
             say(self.console, f"stage {stage.name}: trained already")
         else:
-            result = self._fit(stage, terminated)
+            with _recorded(signal.SIGINT) as interrupted:
+                result = self._fit(stage, lambda: terminated() or interrupted())
             if result.status == "refused":
                 raise UserError(result.reason)
             if result.status == "stopped":
-                raise Stopped(
+                raise (Interrupted if interrupted() else Stopped)(
                     f"stage {stage.name} is stopped after step {result.step}; the same command "
                     "resumes it"
                 )
             self._take_out(stage, target)
+            if interrupted():
+                raise Interrupted(f"stopped after stage {stage.name}; the same command goes on")
         self.start = target
 
     def _fit(self, stage: TrainedStage, terminated: Callable[[], bool]) -> StageResult:
@@ -185,7 +197,7 @@ class _Run:
                 scaling_config=_scaling_config(self.recipe),
                 run_config=self._run_config(stage),
             )
-            result = _fitted(trainer, stage)
+            result = _fitted(with_own_interrupts(trainer), stage)
         assert isinstance(result.return_value, StageResult)
         return result.return_value
 
@@ -372,8 +384,7 @@ def _fitted(trainer: TorchTrainer, stage: TrainedStage) -> Result:
         RuntimeError: the workers failed too often; the message has the first failure's reason.
     """
     try:
-        with signal_handler_kept(signal.SIGINT):
-            result: Result = trainer.fit()
+        result: Result = trainer.fit()
     except TrainingFailedError as error:
         reason: Exception = error
         if isinstance(error, WorkerGroupError) and error.worker_failures:

@@ -367,6 +367,8 @@ class StageTrainer:
         due = self.step % settings.every_steps == 0 or self.step == self.total_steps
         if not due or any(score.step == self.step for score in self.history.scores):
             return
+        if not self.history.scores:  # the first takes minutes of a large model, before any step
+            self.reporter.say(f"stage {self.job.stage.name}: scoring the held-out data")
         model = self._whole_model(keep=True)
         assert model is not None
         score = score_held_out(held_out, settings, self.checkpoint, model, self.workers, self.step)
