@@ -37,7 +37,6 @@ async def test_an_answer_that_no_marsray_server_gives_is_reported(
     replayed = await replay_one(answer)
     (sent,) = replayed.sent
     assert (sent.status, sent.error) == (status, error)
-    assert replayed.live == []  # these answers have no τ
 
 
 @pytest.mark.parametrize(

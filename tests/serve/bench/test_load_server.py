@@ -18,11 +18,6 @@ import pytest
 import uvicorn
 
 from decoding.local_engine_client import LocalEngineClient
-from ladders import threshold_rung
-from mars_autoscale.model.capacity import AR, Capacity
-from mars_autoscale.model.step_times import linear_step_time
-from mars_autoscale.policy.outer_loop import AutoscalingBasis
-from mars_autoscale.policy.settings import OuterSettings
 from mars_autoscale.traces.files import TraceRequest
 from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
 from mars_platform.cli.main import run
@@ -30,7 +25,7 @@ from mars_platform.errors import UserError
 from mars_platform.tier import Tier
 from mars_serve.bench.load.run import LoadTest, run_load
 from mars_serve.bench.options import LoadOptions
-from mars_serve.config.served import Backend, Explanation
+from mars_serve.config.served import Backend
 from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.ipc.client import EngineDied
@@ -55,15 +50,6 @@ class SayingBackend(SingleEngineBackend):
             is_last = begin + 3 >= len(self.tokens)
             reason = FinishReason.LENGTH if is_last else None
             yield StepOutput(request.id, self.tokens[begin : begin + 3], reason, threshold=0.8)
-
-
-class GovernedBackend(SayingBackend):
-    """A backend whose autoscaler has a ladder."""
-
-    async def autoscaler(self) -> Explanation | None:
-        rungs = (AR, threshold_rung(0.9, 1.7, 2.0, 1), threshold_rung(0.7, 2.2, 6.0, 1))
-        capacity = Capacity(linear_step_time(0.1, 1000), rungs, 4, 1_000.0)
-        return Explanation(AutoscalingBasis(capacity, OuterSettings(max_replicas=3)), [])
 
 
 class CrowdedBackend(SingleEngineBackend):
@@ -118,12 +104,9 @@ def loop(make_loop: Callable[..., LocalEngineClient]) -> LocalEngineClient:
 
 
 @contextmanager
-def serving(
-    mars: Checkpoint, backend: Backend, *, is_governed: bool = False, **settings: Any
-) -> Iterator[str]:
+def serving(mars: Checkpoint, backend: Backend, **settings: Any) -> Iterator[str]:
     """Serve over real HTTP and yield the address."""
-    autoscaling = {"max_replicas": 3} if is_governed else None
-    app = app_of(served("mars", mars, backend, autoscaling=autoscaling), **settings)
+    app = app_of(served("mars", mars, backend), **settings)
     config = uvicorn.Config(
         app, port=0, log_level="error", ws="none", lifespan="off", timeout_graceful_shutdown=1
     )
@@ -177,10 +160,6 @@ def test_a_trace_is_replayed_and_measured(
     assert found["lateness_p99_s"] >= 0
     assert found["num_capped"] == 0
     assert found["duration_s"] >= 9.5 / 20
-    samples = found["samples"]
-    assert sum(sample["requests_per_s"] for sample in samples) == 20
-    assert (samples[0]["live_threshold"], samples[0]["num_replicas"]) == (0.95, 1)
-    assert samples[-1]["in_flight"] == 0
 
 
 def test_the_seed_draws_prompts_and_tiers(
@@ -260,24 +239,6 @@ def test_the_limits_of_a_key_are_reported(
     assert 0 < found.num_served < 9  # measuring the prompts' length takes some requests, too
     assert found.rejected_429 == found.rejected / 20
     assert found.errors == {"429 rate_limit_exceeded": 20 - found.num_served}
-    assert test.replayed.live_refusal == 403
-    assert test.losses.refusal == "/admin/autoscaler gave 403"
-    assert (found.quality_loss_mean, test.figures.replica_hours) == (None, None)
-    assert {sample.live_threshold for sample in test.figures.samples} == {None}
-
-
-def test_the_cost_in_quality_and_replicas_is_the_servers_own(
-    mars: Checkpoint, loop: LocalEngineClient, tmp_path: Path
-) -> None:
-    backend = GovernedBackend(loop, [50] * 6)  # decoded with τ = 0.8
-    with serving(mars, backend, is_governed=True) as url:
-        test = load(url, trace_file(tmp_path), objective_ttft_s=60.0)
-    found = test.figures
-    assert (found.all.slo_attainment, found.all.rejected) == (1.0, 0)
-    assert (found.all.quality_loss_mean, found.all.quality_loss_p99) == pytest.approx((4.0, 4.0))
-    assert found.classes[Tier.FLEX].quality_loss_mean == pytest.approx(4.0)
-    last_s = max(each.sent_s for each in test.replayed.sent)
-    assert found.replica_hours == pytest.approx(last_s / 3600)
 
 
 def test_the_sender_raises_its_own_limit_of_files(

@@ -39,35 +39,3 @@ class StreamEvent(BaseModel):
     choices: list[_Choice] = []
     mars: _Mars = _Mars()
     error: _Error | None = None
-
-
-class LiveModel(BaseModel):
-    """The live τ of a model, or of one of its replicas."""
-
-    confidence_threshold: float
-    replicas: dict[str, LiveModel] = {}
-
-
-class ThresholdAnswer(BaseModel):
-    """The response of ``GET /admin/threshold``."""
-
-    models: dict[str, LiveModel]
-
-
-class _Rung(BaseModel):
-    confidence_threshold: float
-    loss: float
-
-
-class _LadderPlan(BaseModel):
-    ladder: list[_Rung]
-
-
-class _ModelAutoscaler(BaseModel):
-    plan: _LadderPlan | None = None
-
-
-class AutoscalerAnswer(BaseModel):
-    """The response of ``GET /admin/autoscaler``."""
-
-    models: dict[str, _ModelAutoscaler | None]

@@ -3,20 +3,14 @@
 Requests that an interrupt cut off count as sent and in nothing else.
 """
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-import numpy as np
-
 from mars_platform.statistics import Estimate, proportion, quantile
 from mars_platform.tier import Tier
-from mars_serve.bench.load.costs import NO_LOSSES, Losses, quality_loss, replica_hours
-from mars_serve.bench.load.send import REJECTIONS, LiveView, Replayed, SentRequest
-
-_SAMPLE_S = 1.0
+from mars_serve.bench.load.send import REJECTIONS, Replayed, SentRequest
 
 
 @dataclass(frozen=True)
@@ -55,10 +49,6 @@ class ClientFigures:
     """Share of the checked answers that are correct, with its 95% interval."""
     num_checked: int
     """Number of served answers that could be checked."""
-    quality_loss_mean: float | None
-    """Points of quality lost, mean over the tokens of the served answers."""
-    quality_loss_p99: float | None
-    """Points of quality lost by an answer, 99th percentile."""
     rejected: int
     """Number of requests answered with status 429 or 503."""
     rejected_429: float | None
@@ -69,26 +59,6 @@ class ClientFigures:
     """Number of ended requests that were neither served nor rejected."""
     errors: dict[str, int]
     """Number of rejected and failed requests, by kind of error."""
-
-
-@dataclass(frozen=True)
-class LoadSample:
-    """One second of a load test; None stands for the unknown."""
-
-    time_s: float
-    """Begin of the second, in seconds after the start."""
-    requests_per_s: float
-    """Requests sent in this second."""
-    in_flight: int
-    """Requests in flight at the end of this second."""
-    ttft_p95_s: float | None
-    """95th percentile of the time to the first token, over the requests sent in this second."""
-    threshold_mean: float | None
-    """τ that the requests sent in this second were served with, mean over the requests."""
-    live_threshold: float | None
-    """τ that replicas used for requests without a τ of their own, mean over the replicas."""
-    num_replicas: int | None
-    """Number of ready replicas."""
 
 
 @dataclass(frozen=True)
@@ -106,19 +76,15 @@ class LoadFigures:
     """Whether an interrupt ended the test before all requests had ended."""
     all: ClientFigures
     classes: dict[Tier, ClientFigures]
-    replica_hours: float | None
-    """Hours of all ready replicas together, until the last request was sent; None if unknown."""
-    samples: list[LoadSample]
-    """Seconds of the test, in order."""
 
 
-def figures_of(replayed: Replayed, objective_s: float, losses: Losses = NO_LOSSES) -> LoadFigures:
+def figures_of(replayed: Replayed, objective_s: float) -> LoadFigures:
     """Compute the figures of a test; first tokens should come within ``objective_s``."""
     sent, planned = replayed.sent, replayed.plan.requests
     duration_s = max((each.end_s or each.sent_s for each in sent), default=0.0)
 
     def figures_for(requests: Sequence[SentRequest]) -> ClientFigures:
-        return client_figures(requests, objective_s, duration_s, losses)
+        return client_figures(requests, objective_s, duration_s)
 
     return LoadFigures(
         duration_s=duration_s,
@@ -132,16 +98,11 @@ def figures_of(replayed: Replayed, objective_s: float, losses: Losses = NO_LOSSE
             for tier in Tier
             if any(request.tier == tier for request in planned)
         },
-        replica_hours=replica_hours(replayed),
-        samples=samples_of(sent, replayed.live, duration_s),
     )
 
 
 def client_figures(
-    sent: Sequence[SentRequest],
-    objective_s: float,
-    duration_s: float,
-    losses: Losses = NO_LOSSES,
+    sent: Sequence[SentRequest], objective_s: float, duration_s: float
 ) -> ClientFigures:
     """Compute the figures of some requests, perhaps none, of a test that took ``duration_s``."""
     ended = [each for each in sent if each.end_s is not None]
@@ -152,7 +113,6 @@ def client_figures(
     statuses = Counter(each.status for each in ended)
     rejected = sum(statuses[status] for status in REJECTIONS)
     ttft, e2e = [each.ttft_s for each in ended], [each.e2e_s for each in ended]
-    loss = quality_loss(served, losses)
     return ClientFigures(
         num_sent=len(sent),
         num_ended=len(ended),
@@ -171,47 +131,11 @@ def client_figures(
         num_tokens=num_tokens,
         accuracy=proportion(sum(checked), len(checked)) if checked else None,
         num_checked=len(checked),
-        quality_loss_mean=loss.mean,
-        quality_loss_p99=loss.p99,
         rejected=rejected,
         rejected_429=_share(statuses[429], len(ended)),
         rejected_503=_share(statuses[503], len(ended)),
         failed=len(ended) - len(served) - rejected,
         errors=dict(Counter(each.error for each in ended if each.error is not None).most_common()),
-    )
-
-
-def samples_of(
-    sent: Sequence[SentRequest], live: Sequence[LiveView], duration_s: float
-) -> list[LoadSample]:
-    """Return a sample for each second of a test, with the last of the ``live`` views in it."""
-    seconds = range(math.floor(duration_s / _SAMPLE_S) + 1) if sent else range(0)
-    by_second: dict[int, list[SentRequest]] = {}
-    for each in sent:
-        by_second.setdefault(int(each.sent_s // _SAMPLE_S), []).append(each)
-    views = {int(view.time_s // _SAMPLE_S): view for view in live}
-    begins = np.sort([each.sent_s for each in sent])
-    ends = np.sort([each.end_s for each in sent if each.end_s is not None])
-    edges = [(second + 1) * _SAMPLE_S for second in seconds]
-    in_flight = np.searchsorted(begins, edges) - np.searchsorted(ends, edges)
-    return [
-        _sample(second, by_second.get(second, []), int(in_flight[second]), views.get(second))
-        for second in seconds
-    ]
-
-
-def _sample(
-    second: int, sent: Sequence[SentRequest], in_flight: int, view: LiveView | None
-) -> LoadSample:
-    ended = [each for each in sent if each.end_s is not None]
-    return LoadSample(
-        time_s=second * _SAMPLE_S,
-        requests_per_s=len(sent) / _SAMPLE_S,
-        in_flight=in_flight,
-        ttft_p95_s=quantile([each.ttft_s for each in ended], 0.95),
-        threshold_mean=_mean_threshold(ended),
-        live_threshold=None if view is None else view.threshold,
-        num_replicas=None if view is None else view.num_replicas,
     )
 
 

@@ -22,7 +22,7 @@ def print_load(test: LoadTest, console: Console) -> None:
     tiers = [{"class": tier, **vars(each)} for tier, each in test.figures.classes.items()]
     everyone = {"class": "all", **vars(test.figures.all)}
     console.print(table_of(columns, tiers, [everyone], infinite="never"))
-    print_notes(console, [*_notes(test), *_cost_notes(test), *_error_notes(test.replayed.sent)])
+    print_notes(console, [*_notes(test), *_error_notes(test.replayed.sent)])
     warning = lateness_warning(test.figures)
     if warning is not None:
         print_notes(console, [warning], style="bold red")
@@ -46,8 +46,6 @@ def figures_json(test: LoadTest) -> dict[str, Any]:
         "benchmark": "load",
         "marsray": __version__,
         "options": options.model_dump(mode="json", exclude={"json_file"}),
-        "live_refusal": test.replayed.live_refusal,
-        "loss_refusal": test.losses.refusal,
         **vars(test.figures),
     }
 
@@ -66,7 +64,6 @@ def _columns(objective_ttft_s: float) -> list[Column]:
         Column("tok/fwd", "tokens_per_forward", ".2f"),
         Column("tok/s", "tokens_per_s", ",.1f"),
         Column("accuracy", lambda row: interval(row["accuracy"], ".1f", scale=100, unit="%")),
-        Column("loss", "quality_loss_mean", ".2f"),
         Column("503", "rejected_503", ".1%"),
         Column("429", "rejected_429", ".1%"),
         Column("failed", "failed"),
@@ -74,7 +71,7 @@ def _columns(objective_ttft_s: float) -> list[Column]:
 
 
 def _notes(test: LoadTest) -> Iterable[str]:
-    figures, refusal = test.figures, test.replayed.live_refusal
+    figures = test.figures
     if figures.was_interrupted:
         num_running = figures.all.num_sent - figures.all.num_ended
         yield (
@@ -90,26 +87,6 @@ def _notes(test: LoadTest) -> Iterable[str]:
         yield (
             f"{figures.num_capped} of {figures.num_planned} requests were longer than the model "
             "takes, and were cut."
-        )
-    if refusal is not None:
-        yield f"The live τ is left out: /admin/threshold gave {refusal}."
-
-
-def _cost_notes(test: LoadTest) -> Iterable[str]:
-    """Yield what the answers cost in quality and in replicas, or why it is not known."""
-    figures = test.figures
-    if figures.all.quality_loss_mean is not None:
-        yield (
-            "loss: points below τ = 1, by the server's own frontier at the mean τ of each answer; "
-            "between two rungs on the line."
-        )
-    elif figures.all.num_served:
-        reason = test.losses.refusal or "an answer tells no τ, or one below the server's ladder"
-        yield f"The loss of quality is not known: {reason}."
-    if figures.replica_hours is not None:
-        yield (
-            f"{figures.replica_hours:.3f} hours of ready replicas, until the last request was "
-            "sent; those that start are not seen."
         )
 
 

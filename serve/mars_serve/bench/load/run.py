@@ -15,7 +15,6 @@ from mars_platform.cli.addresses import key_in
 from mars_platform.cli.report import check_output_files
 from mars_platform.config import build_settings
 from mars_platform.errors import UserError
-from mars_serve.bench.load.costs import Losses
 from mars_serve.bench.load.figures import LoadFigures, figures_of
 from mars_serve.bench.load.plan import (
     LoadPlan,
@@ -28,7 +27,6 @@ from mars_serve.bench.load.send import Replay, Replayed
 from mars_serve.bench.load.target import (
     allow_connections,
     checked_url,
-    losses_of,
     max_length_of,
     open_client,
     prompt_length_of,
@@ -43,10 +41,7 @@ class LoadTest:
 
     options: LoadOptions
     replayed: Replayed
-    """Requests that were sent, and views of the server."""
     figures: LoadFigures
-    losses: Losses
-    """Quality lost at each τ, by the server's own frontier."""
 
 
 def run_load(options: LoadOptions, on_progress: Callable[[int, int, str], None]) -> LoadTest:
@@ -66,16 +61,14 @@ def run_load(options: LoadOptions, on_progress: Callable[[int, int, str], None])
     questions = read_questions(options.data, len(trace)) if options.data is not None else []
     allow_connections()
 
-    async def run() -> tuple[Replayed, Losses]:
+    async def run() -> Replayed:
         async with open_client(url, key_in(options.key_env)) as client:
             plan = await _plan(options, client, trace, questions)
-            losses = await losses_of(client, options.model)
             replay = Replay(client, plan, options.timeout_s, on_progress)
-            return await replay.run(), losses
+            return await replay.run()
 
-    replayed, losses = asyncio.run(run())
-    figures = figures_of(replayed, options.objective_ttft_s, losses)
-    return LoadTest(options, replayed, figures, losses)
+    replayed = asyncio.run(run())
+    return LoadTest(options, replayed, figures_of(replayed, options.objective_ttft_s))
 
 
 def _trace(options: LoadOptions) -> list[TraceRequest]:

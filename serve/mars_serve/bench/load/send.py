@@ -5,26 +5,22 @@ The loop is open: a request never waits for another one.
 
 import asyncio
 import errno
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
-from statistics import fmean
 
 import httpx
 from pydantic import ValidationError
 
 from mars_platform.data.conversations import is_correct
-from mars_serve.bench.load.answers import LiveModel, StreamEvent, ThresholdAnswer
+from mars_serve.bench.load.answers import StreamEvent
 from mars_serve.bench.load.plan import LoadPlan, PlannedRequest
 
 REJECTIONS = (429, 503)
 """Statuses of rejected requests: the key's rate is exceeded, or the server is full."""
 _JSON = {"Content-Type": "application/json"}
 _PERIOD_S = 1.0
-"""Seconds between two reads of the live τ, and between two progress reports."""
-_WATCH_TIMEOUT_S = 5.0
-_REFUSALS = (401, 403, 404)
-"""Statuses after which the live τ is not read again."""
+"""Seconds between two progress reports."""
 _TOO_MANY_FILES = (
     "sender: too many open files",
     "not the server's failure: this process may open no more connections; raise ulimit -Hn",
@@ -83,28 +79,6 @@ class SentRequest:
         return self.end_s - self.sent_s
 
 
-@dataclass(frozen=True)
-class LiveView:
-    """The server's report of itself at one time."""
-
-    time_s: float
-    """Seconds after the start."""
-    set_threshold: float
-    """τ that the governor set last."""
-    thresholds: Mapping[str, float]
-    """Live τ of each ready replica, by the replica's name."""
-
-    @property
-    def threshold(self) -> float:
-        """Mean of the live τ over the replicas; without a replica, the τ that was set last."""
-        return fmean(self.thresholds.values() or [self.set_threshold])
-
-    @property
-    def num_replicas(self) -> int:
-        """Number of ready replicas."""
-        return len(self.thresholds)
-
-
 @dataclass
 class Replayed:
     """A plan that was sent, in whole or up to an interrupt."""
@@ -112,10 +86,6 @@ class Replayed:
     plan: LoadPlan
     sent: list[SentRequest] = field(default_factory=list)
     """Requests in order of sending."""
-    live: list[LiveView] = field(default_factory=list)
-    """Views of the server, by time."""
-    live_refusal: int | None = None
-    """Status with which the server refused to report its live τ; None if it did not."""
     was_interrupted: bool = False
     """Whether an interrupt ended the test before all requests had ended."""
 
@@ -145,8 +115,8 @@ class Replay:
 
     async def run(self) -> Replayed:
         """Send all requests and wait for their ends; a cancellation ends the test early."""
-        async with asyncio.TaskGroup() as watching:
-            watchers = [watching.create_task(self._show()), watching.create_task(self._watch())]
+        async with asyncio.TaskGroup() as showing:
+            shown = showing.create_task(self._show())
             try:
                 async with asyncio.TaskGroup() as sending:
                     await self._send_all(sending)
@@ -155,8 +125,7 @@ class Replay:
                 task = asyncio.current_task()
                 assert task is not None
                 task.uncancel()
-            for watcher in watchers:
-                watcher.cancel()
+            shown.cancel()
         self._show_once()
         return self._result
 
@@ -232,26 +201,6 @@ class Replay:
         num_sent, num_ended = len(result.sent), result.num_ended
         text = f"{num_sent} sent, {num_sent - num_ended} in flight"
         self.on_progress(num_ended, len(self.plan.requests), text)
-
-    async def _watch(self) -> None:
-        """Read the live τ each second until the server refuses it; skip a read that fails."""
-        for number in count():
-            await self._until(number * _PERIOD_S)
-            try:
-                response = await self.client.get("/admin/threshold", timeout=_WATCH_TIMEOUT_S)
-                if response.status_code in _REFUSALS:
-                    self._result.live_refusal = response.status_code
-                    return
-                models = ThresholdAnswer.model_validate_json(response.content).models
-            except (httpx.HTTPError, ValidationError):
-                continue
-            if self.plan.model in models:
-                self._result.live.append(_view(models[self.plan.model], self._now()))
-
-
-def _view(live: LiveModel, time_s: float) -> LiveView:
-    thresholds = {name: each.confidence_threshold for name, each in live.replicas.items()}
-    return LiveView(time_s, live.confidence_threshold, thresholds)
 
 
 def _lacks_files(error: BaseException | None) -> bool:

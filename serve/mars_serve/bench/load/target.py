@@ -9,8 +9,6 @@ from pydantic import BaseModel, ValidationError
 
 from mars_platform.cli.addresses import parsed_address, without_version
 from mars_platform.errors import UserError
-from mars_serve.bench.load.answers import AutoscalerAnswer
-from mars_serve.bench.load.costs import Losses
 from mars_serve.config.settings import is_loopback
 
 _TIMEOUT_S = 30.0
@@ -110,25 +108,6 @@ async def prompt_length_of(client: httpx.AsyncClient, model: str, request: dict[
     """
     body = {"model": model, **request}
     return len((await _ask(client, _Tokens, "POST", "/tokenize", body)).tokens)
-
-
-async def losses_of(client: httpx.AsyncClient, model: str) -> Losses:
-    """Read the quality that each τ costs from the server's own frontier.
-
-    A failure is not an error: the result says why the losses are not known.
-    """
-    path = "/admin/autoscaler"
-    try:
-        response = await client.get(path, timeout=_TIMEOUT_S)
-        if response.status_code != httpx.codes.OK:
-            return Losses(refusal=f"{path} gave {response.status_code}")
-        autoscaler = AutoscalerAnswer.model_validate_json(response.content).models.get(model)
-    except (httpx.HTTPError, ValidationError) as error:
-        return Losses(refusal=f"{path} gave no answer ({type(error).__name__})")
-    if autoscaler is None or autoscaler.plan is None:
-        return Losses(refusal=f"{path} shows no frontier of {model}")
-    ladder = autoscaler.plan.ladder
-    return Losses({rung.confidence_threshold: rung.loss for rung in ladder})
 
 
 async def _ask(
