@@ -38,19 +38,22 @@ _WITH_RAY = (
 """Tests that start Ray, in the order in which they run."""
 _ORDER = (*_WITH_RAY, "tests/train/", "tests/serve/")
 """Order of a run; all other tests follow. They are the short ones: two processes end together."""
-_EXAMPLES = int(os.environ.get("MARSRAY_EXAMPLES", "100"))
-"""Cases drawn for each property that sets no number of its own."""
-settings.register_profile(
-    "marsray",
-    deadline=None,  # no test depends on how busy the machine is
-    max_examples=_EXAMPLES,
-)
-settings.load_profile("marsray")
 collect_ignore = ["clients", "kubernetes"]  # `make test-clients`, and `make test-kubernetes`
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the tests marked full, too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    usual = 100 if config.getoption("--full") else 40
+    settings.register_profile(
+        "marsray",
+        deadline=None,  # no test depends on how busy the machine is
+        # cases drawn, anew in each run, for each property that sets no number of its own
+        max_examples=int(os.environ.get("MARSRAY_EXAMPLES", usual)),
+    )
+    settings.load_profile("marsray")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -148,5 +151,6 @@ def _train(work: Path) -> None:
             "tracking.to=[tensorboard]",
         ],
     )
-    with (work / "printed.txt").open("w") as handle:
+    with (work / "printed.txt").open("w") as handle, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")  # not two seconds
         run_recipe(recipe, Console(file=handle, width=200))

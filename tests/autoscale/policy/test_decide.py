@@ -1,12 +1,11 @@
 import math
-import os
 import pickle
 from dataclasses import asdict, replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ladders import CAPACITY, LADDER, exact_rung
@@ -32,8 +31,6 @@ ARRIVALS = st.none() | st.builds(Arrivals, ANY, ANY, ANY)
 SNAPSHOTS = st.builds(
     Snapshot, ANY, st.lists(LOADS, max_size=20), st.integers(0, 50), ARRIVALS, ANY, st.booleans()
 )
-MANY = settings(max_examples=int(os.environ.get("MARSRAY_EXAMPLES", "50")))
-"""Set ``MARSRAY_EXAMPLES=2000`` after a change of the decisions."""
 
 
 def snapshot_of(
@@ -94,7 +91,6 @@ def bursts(*peaks):
 # Properties
 
 
-@MANY
 @given(st.lists(SNAPSHOTS, max_size=6))
 def test_any_snapshots_give_decisions_within_bounds(snapshots):
     for decision in run(snapshots)[0]:
@@ -108,7 +104,6 @@ def test_any_snapshots_give_decisions_within_bounds(snapshots):
         assert all(math.isfinite(value) for value in figures)
 
 
-@MANY
 @given(st.floats(0, 30), st.floats(0, 30), st.floats(0, 5), st.integers(1, 16))
 def test_more_load_never_lowers_replicas(load, more, prompts, ready):
     low, high = (
@@ -121,7 +116,6 @@ def test_more_load_never_lowers_replicas(load, more, prompts, ready):
 UNKNOWN = st.sampled_from([0.0, -1.0, math.nan, math.inf])
 
 
-@MANY
 @given(st.lists(SNAPSHOTS, max_size=6), UNKNOWN)
 def test_an_unknown_pace_decides_as_that_of_the_frontier_does(snapshots, unknown):
     def at(pace):
@@ -133,7 +127,6 @@ def test_an_unknown_pace_decides_as_that_of_the_frontier_does(snapshots, unknown
     assert repr(run(at(unknown))) == repr(run(at(1.0)))
 
 
-@MANY
 @given(
     st.floats(0, 30),
     st.tuples(st.floats(0.01, 2), st.floats(0.01, 2)),
@@ -149,7 +142,6 @@ def test_a_lower_pace_never_lowers_replicas(load, paces, prompts, ready):
     assert low.range.feed_forward >= high.range.feed_forward or low.range.feed_forward == 1.0
 
 
-@MANY
 @given(st.floats(-3600, 3600), st.floats(0, 20))
 def test_a_clock_that_jumps_stops_no_replica(jump, load):
     decisions, state = run(steady(10, 400))
@@ -157,7 +149,6 @@ def test_a_clock_that_jumps_stops_no_replica(jump, load):
     assert after.num_replicas >= decisions[-1].num_replicas
 
 
-@MANY
 @given(st.floats(0.1, 14), st.floats(0.0, 1.0))
 def test_replicas_settle_under_a_constant_load(load, prompts):
     decisions, _ = run(steady(load, 1200, prompts=prompts))
@@ -166,7 +157,6 @@ def test_replicas_settle_under_a_constant_load(load, prompts):
     assert len([i for i in changes if i * PERIOD > 200]) <= 1, changes
 
 
-@MANY
 @given(st.floats(2, 8), st.floats(1, 2))
 def test_a_step_in_load_overshoots_by_at_most_one_replica(load, times):
     before, state = run(steady(load, 300))
@@ -177,7 +167,6 @@ def test_a_step_in_load_overshoots_by_at_most_one_replica(load, times):
     )
 
 
-@MANY
 @given(
     # prompts of hardly any requests would be chance
     st.lists(st.tuples(st.just(0.0) | st.floats(1, 8), st.floats(0, 16)), min_size=2, max_size=4)
@@ -189,7 +178,6 @@ def test_bursts_keep_the_replicas_that_the_second_highest_needs(peaks):
     assert decisions[-1].num_replicas == max(kept, SETTINGS.min_replicas)
 
 
-@MANY
 @given(
     st.lists(st.tuples(st.floats(0, 8), st.floats(0, 8)), min_size=1, max_size=4),
     st.floats(0, 20),
@@ -202,7 +190,6 @@ def test_more_load_after_bursts_never_lowers_replicas(peaks, load, more):
     assert high.num_replicas >= low.num_replicas
 
 
-@MANY
 @given(st.floats(0.70, 0.99), st.floats(0, 4))
 def test_no_replica_is_stopped_while_the_threshold_is_low(threshold, load):
     decisions, state = run(steady(10, 300))
@@ -210,7 +197,6 @@ def test_no_replica_is_stopped_while_the_threshold_is_low(threshold, load):
     assert min(each.num_replicas for each in after) >= decisions[-1].num_replicas
 
 
-@MANY
 @given(st.lists(SNAPSHOTS, max_size=8), st.integers(0, 8))
 def test_a_restored_state_continues_as_if_nothing_had_happened(snapshots, cut):
     whole, _ = run(snapshots)
@@ -220,7 +206,6 @@ def test_a_restored_state_continues_as_if_nothing_had_happened(snapshots, cut):
         assert repr(half + rest) == repr(whole), "as text, because NaN is not equal to itself"
 
 
-@MANY
 @given(
     st.integers(1, 16),
     st.lists(st.tuples(st.floats(0, 40), st.booleans()), min_size=1, max_size=16),
@@ -293,7 +278,6 @@ class Hours:
         return next(i for i, each in enumerate(self.decisions) if each.is_overspent)
 
 
-@MANY
 @given(
     st.floats(0.1, 2.0),
     st.lists(

@@ -1,9 +1,8 @@
 import math
-import os
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ladders import CAPACITY, LADDER, exact_rung, threshold_rung
@@ -14,8 +13,6 @@ from mars_autoscale.policy.settings import InnerSettings
 from mars_platform.method.mode import Mode
 
 ANY = st.floats(allow_nan=True, allow_infinity=True)
-MANY = settings(max_examples=int(os.environ.get("MARSRAY_EXAMPLES", "50")))
-"""Set ``MARSRAY_EXAMPLES=2000`` after a change of the inner loop."""
 
 
 def make_loop(capacity=CAPACITY):
@@ -176,7 +173,6 @@ REAL_LOOKS = st.builds(
 )
 
 
-@MANY
 @given(st.lists(st.one_of(LOOKS, REAL_LOOKS), max_size=30))
 def test_any_looks_keep_to_the_floors_and_lower_flex_first(looks):
     loop = exact_loop()
@@ -196,7 +192,6 @@ def test_any_looks_keep_to_the_floors_and_lower_flex_first(looks):
         assert decision.gain >= 1.0
 
 
-@MANY
 @given(st.lists(REAL_LOOKS, min_size=1, max_size=20), st.floats(0, 100))
 def test_more_load_never_raises_the_threshold(looks, more):
     low, high = exact_loop(), exact_loop()
@@ -213,7 +208,6 @@ POINTS = st.tuples(st.floats(1.0, 4.0), st.floats(0.0, 8.0))
 """Tokens per pass, and the positions of a row beyond them."""
 
 
-@MANY
 @given(POINTS, st.lists(POINTS, min_size=1, max_size=4), st.lists(REAL_LOOKS, max_size=20))
 def test_quality_is_paid_only_for_more_speed_than_the_best_lossless_decoding_has(
     lossless, lossy, looks
@@ -234,7 +228,6 @@ def test_quality_is_paid_only_for_more_speed_than_the_best_lossless_decoding_has
             assert gain >= InnerSettings().min_gain - 1e-9
 
 
-@MANY
 @given(st.lists(REAL_LOOKS, min_size=1, max_size=20))
 def test_mode_exact_is_never_slower_and_always_used_if_faster(looks):
     loop = exact_loop()

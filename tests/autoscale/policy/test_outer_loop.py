@@ -1,10 +1,9 @@
 import json
 import math
-import os
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ladders import CAPACITY
@@ -464,7 +463,6 @@ ODD_REPORTS = st.builds(
 )
 
 
-@settings(max_examples=int(os.environ.get("MARSRAY_EXAMPLES", "50")))
 @given(st.lists(ODD_REPORTS, min_size=1, max_size=12))
 def test_any_reports_give_bounded_decisions_and_do_no_lasting_harm(reports):
     loop = OuterLoop()

@@ -35,6 +35,8 @@ def address() -> Iterator[str]:
     ):
         # Ray Train takes the workers' reports at this interval; they save faster than its default.
         patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+        # An actor for each run less; the cluster's tests take nodes away, and need it.
+        patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
         for name, value in busy_node_variables().items():
             patch.setenv(name, value)
         context = ray.init(

@@ -246,7 +246,7 @@ _EVERY_KIND = [
 @pytest.mark.parametrize(
     "part", [1, *(pytest.param(part, marks=pytest.mark.full) for part in range(2, 6))]
 )
-@settings(max_examples=90, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(_LOOKED_UP, [0.95], len(SIZES) - 1)  # drawn schedules may hold few of these
 @example(_CROWDED, [1.0], 0)
 @example(_EVERY_KIND, [0.02, 0.05], 0)
