@@ -59,7 +59,7 @@ def _array_items(reader: io.TextIOWrapper) -> Iterator[bytes]:
     """Yield the text of each item of the JSON array at the beginning, and hold a few at a time.
 
     Raises:
-        ValueError: an item is not JSON or too long, or the array has no end.
+        ValueError: an item is not JSON or too long, or the array has no end or is not all.
     """
     while reader.read(1) != "[":
         pass  # white space before the array
@@ -71,6 +71,7 @@ def _array_items(reader: io.TextIOWrapper) -> Iterator[bytes]:
             if end > begin:
                 yield text[begin:end].encode()
             if text[behind] == "]":
+                _check_end(reader, text[behind + 1 :])
                 return
             at = behind + 1
             continue
@@ -80,6 +81,14 @@ def _array_items(reader: io.TextIOWrapper) -> Iterator[bytes]:
         if not more:
             raise ValueError("the next item is not valid JSON, or the array has no end")
         text, at = text[at:] + more, 0
+
+
+def _check_end(reader: io.TextIOWrapper, rest: str) -> None:
+    """Refuse anything but white space in ``rest`` and what the reader has behind it."""
+    while rest:
+        if rest.strip():
+            raise ValueError("something follows the end of the array")
+        rest = reader.read(_PIECE)
 
 
 def _item(text: str, at: int) -> tuple[int, int, int] | None:

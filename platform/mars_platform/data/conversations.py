@@ -53,6 +53,7 @@ def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
     return tool
 
 
+_Variable = Annotated[str | bool | int | float | None, AfterValidator(_check_texts)]
 Text = Annotated[str, AfterValidator(_check_texts)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(_check_texts)]
 Tool = Annotated[JsonObject, AfterValidator(_check_tool)]
@@ -62,7 +63,7 @@ class CalledFunction(BaseModel):
     """The function of a tool call."""
 
     name: Identifier
-    arguments: Text | JsonObject
+    arguments: Annotated[str | dict[str, Any], AfterValidator(_check_texts)]
     """Arguments as the row has them: an object, or JSON text of one."""
 
 
@@ -118,7 +119,7 @@ class Conversation(BaseModel):
     messages: list[ChatTurn]
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     """Functions that the model may call, in OpenAI's form."""
-    chat_template_kwargs: dict[_VariableName, Text | bool | int | float | None] | None = None
+    chat_template_kwargs: dict[_VariableName, _Variable] | None = None
     """Variables of the chat template, such as ``enable_thinking``."""
 
     def request(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Imports no Ray, torch or HTTP library.
 """
 
 import os
+import re
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from glob import has_magic
@@ -21,11 +22,14 @@ _KINDS = ".jsonl and .json, also .gz or .zst, .parquet, .arrow"
 _DICT_FILE = "dataset_dict.json"
 _NOTES = ("dataset_info.json", "dataset_infos.json", "state.json", _DICT_FILE)
 """Files beside data that are none."""
+_MAGIC = re.compile(r"[*?[]")
 
 
 def find_files(sources: Iterable[str], setting: str = "data.train") -> list[str]:
     """Return the data files that paths, directories, globs and URLs stand for, in order.
 
+    Files and directories within them whose names begin with a dot are left out: editors and
+    notebooks keep copies there.
     A URL is one of fsspec or of a data set on the hub; see `hub_files`. Relative paths stay
     relative. Errors name ``setting``, the field that the sources come from.
 
@@ -43,10 +47,12 @@ def _find(source: str, setting: str) -> list[str]:
         if fs.isfile(path):
             found, problem = [path], f"{source} is of no supported kind ({_KINDS})"
         elif fs.isdir(path):
-            found, problem = fs.find(path), f"{source} holds no file of a supported kind ({_KINDS})"
+            found = _shown(fs.find(path), path)
+            problem = f"{source} holds no file of a supported kind ({_KINDS})"
         else:
             matches = fs.glob(path, detail=True).items() if has_magic(path) else ()
-            found = [name for name, info in matches if info["type"] != "directory"]
+            files = [name for name, info in matches if info["type"] != "directory"]
+            found = _shown(files, _MAGIC.split(path)[0])
             problem = f"there is no file or directory {source}"
     except Exception as error:  # file systems raise errors of many types
         raise UserError(f"{setting}: {source} cannot be read ({one_line(error)})") from error
@@ -63,6 +69,11 @@ def _find(source: str, setting: str) -> list[str]:
     if "://" in source:
         return [fs.unstrip_protocol(name) for name in usable]
     return usable if Path(source).is_absolute() else [os.path.relpath(name) for name in usable]
+
+
+def _shown(names: Iterable[str], root: str) -> list[str]:
+    """Return the names without those that are hidden below ``root``."""
+    return [name for name in names if "/." not in name.removeprefix(root.rstrip("/"))]
 
 
 def _of_hub(source: str, setting: str) -> list[str]:

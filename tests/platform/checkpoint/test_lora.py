@@ -147,6 +147,11 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         ),
         (lambda all_: all_ | {Q: all_[Q][1:]}, "lora_A has the shape (3, 32), and rank and model"),
         (lambda all_: all_ | {Q: all_[Q] * torch.nan}, "lora_A holds other numbers than finite"),
+        (lambda all_: all_ | {Q: all_[Q].double() * 1e300}, "lora_A holds other numbers"),
+        (
+            lambda all_: all_ | {Q: (all_[Q] * torch.nan).to(torch.float8_e4m3fn)},
+            "lora_A holds other numbers than finite",
+        ),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(base, lora_copy, change, problem):

@@ -65,7 +65,7 @@ def test_an_unusable_line_is_refused(text, named):
         ([{**USER, "role": "alien"}, ANSWER], "messages.0.role: "),
         ([USER, {**ANSWER, "reasoning_content": "\ud800"}], "messages.1.reasoning_content: "),
         ([USER, called(name="")], "messages.1.tool_calls.0.function.name: "),
-        ([USER, called(arguments=3)], "messages.1.tool_calls.0.function.arguments"),
+        ([USER, called(arguments=3)], "messages.1.tool_calls.0.function.arguments.str: "),
         ([USER, called(arguments={"a": "\ud800"})], "messages.1.tool_calls.0.function.arguments"),
         ([USER, {**called(), "tool_calls": []}], "messages.1.content: "),
     ],

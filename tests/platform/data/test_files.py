@@ -20,8 +20,9 @@ KINDS = r"\(\.jsonl and \.json, also \.gz or \.zst, \.parquet, \.arrow\)"
 def tree(tmp_path, monkeypatch):
     names = ["b.jsonl", "a.parquet", "sub/c.jsonl.gz", "sub/e.jsonl.zst", "notes.txt"]
     names += ["state.json", "dataset_info.json", "cache-1.arrow", "d.json"]
+    names += [".ipynb_checkpoints/b.jsonl", "sub/._c.jsonl"]
     for name in names:
-        (tmp_path / "data" / "sub").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "data" / name).touch()
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -45,6 +46,7 @@ ALL = [
         (["data/*"], ALL[:3]),
         (["data/*.jsonl"], ["data/b.jsonl"]),
         (["data/**/*.jsonl*"], [ALL[1], *ALL[3:]]),
+        (["data/.i*/*"], ["data/.ipynb_checkpoints/b.jsonl"]),
         (["data/[abd].*", "data/sub"], ALL),
     ],
 )
@@ -183,7 +185,7 @@ def test_the_items_of_a_json_array_are_its_rows(tmp_path, monkeypatch, piece):
     file = tmp_path / "chat.json"
     items = [json.loads(GOOD), 12345, "a, ] b", {"naïve": ["東京", {}]}, None]
     for text in (json.dumps(items), json.dumps(items, indent=2, ensure_ascii=False)):
-        file.write_text(f"\ufeff \n{text}\n", encoding="utf-8")
+        file.write_text(f"\ufeff \n{text}\n \n", encoding="utf-8")
         assert [(n, json.loads(row)) for n, row in read(file)] == [*enumerate(items, start=1)]
     file.write_bytes(b"[ ]")
     assert read(file) == []
@@ -201,6 +203,7 @@ def test_a_json_file_of_lines_is_read_as_such(tmp_path):
         ('[{"a": 1}, x]', 1, "the next item is not valid JSON"),
         ('[{"a": 1}, {"b": 2}', 1, "the next item is not valid JSON, or the array has no end"),
         ('[{"a": 1} {"b": 2}]', 0, "a comma is missing behind the next item"),
+        ('[{"a": 1}]\n[{"b": 2}]', 1, "something follows the end of the array"),
         ("[" * 100_000, 0, "recursion"),
     ],
 )

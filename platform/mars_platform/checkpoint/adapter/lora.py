@@ -132,7 +132,8 @@ class LoraAdapter:
                 raise self._refusal(
                     f"{name} has the shape {tuple(tensor.shape)}, and rank and model need {shape}"
                 )
-            if not tensor.is_floating_point() or not tensor.isfinite().all():
+            # as float32, in which they are computed with, and float8 cannot be asked
+            if not tensor.is_floating_point() or not tensor.float().isfinite().all():
                 raise self._refusal(f"{name} holds other numbers than finite ones")
 
     def _refusal(self, problem: str) -> UserError:
