@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 import httpx2
@@ -15,8 +14,6 @@ from prometheus_client.core import Metric
 from decoding.local_engine_client import LocalEngineClient
 from mars_autoscale.policy.reports import ReplicaReport
 from mars_platform.checkpoint.directory import Checkpoint
-from mars_platform.method.mode import LiveDecoding
-from mars_serve.config.loras import LoraChanges
 from mars_serve.config.served import (
     Backend,
     Explanation,
@@ -25,65 +22,19 @@ from mars_serve.config.served import (
     ServedModel,
 )
 from mars_serve.config.settings import ModelSettings, ServeSettings
-from mars_serve.control.governor import Governor
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.http.app import create_app
-from mars_serve.observability.replica_telemetry import ReplicaTelemetry
+from mars_serve.replica.local_backend import LocalBackend
 
 CREATED = 1_700_000_000
 ENGINE = EngineSettings(page_size=8, num_pages=128, max_num_seqs=4, max_num_batched_tokens=65)
 
 
-class SingleEngineBackend:
+class SingleEngineBackend(LocalBackend[LocalEngineClient]):
     """A backend over an engine in this process."""
-
-    def __init__(self, loop: LocalEngineClient) -> None:
-        self.loop = loop
-        self.live = PublishedThreshold(0, 0.95)
-        self.governor = Governor()
-        self._replica = ReplicaTelemetry("model", "only", loop)
-
-    async def complete(self, request: Request) -> list[StepOutput]:
-        request.is_streamed = False
-        async with aclosing(self.loop.stream(request)) as outputs:
-            return [output async for output in outputs]
-
-    async def stream(self, request: Request) -> AsyncGenerator[StepOutput]:
-        async with aclosing(self.loop.stream(request)) as outputs:
-            async for output in outputs:
-                yield output
-
-    async def replicas(self) -> list[ReplicaReport]:
-        return [self._replica.report(live_version=self.live.version)]
-
-    async def live_threshold(self) -> PublishedThreshold:
-        return self.live
-
-    async def set_live_threshold(self, threshold: float | None) -> PublishedThreshold:
-        assert threshold is not None, "these models are not autoscaled"
-        self.live = PublishedThreshold(self.live.version + 1, threshold)
-        self.loop.set_live(LiveDecoding(threshold))
-        return self.live
-
-    async def autoscaler(self) -> Explanation | None:
-        return None
-
-    async def trust_frontier(self) -> None:
-        pass
-
-    async def metrics(self) -> list[Metric]:
-        return []
-
-    async def picture(self, since_s: int | None) -> Picture:
-        """Report the engine to a real governor, and return its picture."""
-        await self.governor.report("model", self._replica.report(), None)
-        return await self.governor.picture("model", since_s)
-
-    async def loras(self, known: LoraChanges) -> LoraChanges:
-        return await self.governor.loras("model", known)
 
 
 class BrokenBackend:

@@ -87,7 +87,7 @@ async def test_with_a_pinned_window_the_output_depends_on_no_time_and_no_neighbo
     others = [{**COMPLETION, **LOW, "prompt": f"{number} is"} for number in range(3)]
     async with client_of(app_of(served("mars", mars, backend))) as client:
         for times in (IDLE, BUSY):
-            backend.loop.engine.adapt_windows(times)
+            backend.engine.engine.adapt_windows(times)
             beside = [asyncio.create_task(client.answer(COMPLETIONS, each)) for each in others]
             answer = await client.answer(COMPLETIONS, body)
             await asyncio.gather(*beside)
@@ -130,7 +130,7 @@ async def test_requests_follow_the_servers_threshold_down_to_their_floors(govern
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_response_reports_mean_and_minimum_of_a_moving_threshold(governed, mars, stream):
     """The threshold moves from 1 to 0.5 after the first five passes."""
-    engine, steps = governed.loop.engine, 0
+    engine, steps = governed.engine.engine, 0
     step = engine.begin_step
 
     def counting() -> Any:
@@ -141,7 +141,7 @@ async def test_the_response_reports_mean_and_minimum_of_a_moving_threshold(gover
         return step()
 
     engine.begin_step = counting
-    governed.loop.set_live(LiveDecoding(1.0))
+    governed.engine.set_live(LiveDecoding(1.0))
     tiers = {"default_min_threshold": 0.01}
     async with client_of(app_of(served("mars", mars, governed, tiers=tiers))) as client:
         if stream:
