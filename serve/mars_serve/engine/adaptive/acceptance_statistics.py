@@ -1,6 +1,7 @@
 """Running statistics of how often masks at each depth are accepted."""
 
 from collections.abc import Hashable, Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,6 +10,7 @@ from mars_serve.engine.request import Request
 
 _Floats = NDArray[np.float64]
 _Ints = NDArray[np.int64]
+_Key = TypeVar("_Key", bound=Hashable)
 
 PRIOR = 0.9
 """Assumed acceptance of a depth without evidence; optimistic, because only masks that are fed give
@@ -24,7 +26,7 @@ _ENGINE_IDLE_HALF_LIFE = 500.0  # steps
 _INITIAL_ENTRIES = 8
 
 
-class _DecayedCounts:
+class _DecayedCounts(Generic[_Key]):
     """Exponentially decayed counts of proposed and accepted masks, by key and depth."""
 
     def __init__(self, num_depths: int, *, half_life: float, idle_half_life: float) -> None:
@@ -38,16 +40,21 @@ class _DecayedCounts:
         # [entries, accepted and proposed, depths]
         self._counts = np.zeros((_INITIAL_ENTRIES, 2, num_depths))
         self._free = list(range(_INITIAL_ENTRIES))
-        self._entries: dict[Hashable, int] = {}
+        self._entries: dict[_Key, int] = {}
 
-    def entry(self, key: Hashable) -> int:
+    @property
+    def keys(self) -> list[_Key]:
+        """All keys with an entry."""
+        return list(self._entries)
+
+    def entry(self, key: _Key) -> int:
         """Return the index of a key's counts; an unknown key gets an empty entry."""
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = self._take_free()
         return entry
 
-    def forget(self, key: Hashable) -> None:
+    def forget(self, key: _Key) -> None:
         """Clear and free a key's entry; an unknown key is ignored."""
         entry = self._entries.pop(key, None)
         if entry is not None:
@@ -94,13 +101,14 @@ class AcceptanceStatistics:
 
     def __init__(self, max_window: int) -> None:
         self._depths = np.arange(1, max_window + 1)
-        self._rows = _DecayedCounts(
+        self._rows = _DecayedCounts[str](
             max_window, half_life=_ROW_HALF_LIFE, idle_half_life=_ROW_IDLE_HALF_LIFE
         )
-        self._engine = _DecayedCounts(
+        self._engine = _DecayedCounts[tuple[str, int, int]](
             max_window, half_life=_ENGINE_HALF_LIFE, idle_half_life=_ENGINE_IDLE_HALF_LIFE
         )
         self._pending: list[tuple[int, int, int, int]] = []
+        self._loras: dict[int, str] = {}  # sums of adapters by the slot that they taught in
 
     def advance(self, num_steps: int) -> None:
         """Fade all evidence by ``num_steps`` steps."""
@@ -136,6 +144,13 @@ class AcceptanceStatistics:
         return self._rows.estimate([row for row, _ in entries], prior, _ENGINE_WEIGHT)
 
     def _entries(self, request: Request) -> tuple[int, int]:
+        lora, slot = request.lora, request.lora_slot
+        if lora is not None and slot >= 0 and self._loras.get(slot) != lora.sum:
+            self._loras[slot] = lora.sum
+            self._flush()  # it holds numbers of entries
+            for kind in self._engine.keys:
+                if kind[2] == slot:  # what the adapter before taught
+                    self._engine.forget(kind)
         return self._rows.entry(request.id), self._engine.entry(_kind(request))
 
     def _flush(self) -> None:

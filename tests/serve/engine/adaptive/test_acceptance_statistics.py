@@ -9,7 +9,7 @@ from decoding.engine_requests import make_request
 from mars_platform.method.mode import Confidence, Mode
 from mars_serve.engine.adaptive.acceptance_statistics import AcceptanceStatistics
 from mars_serve.engine.decoding_options import Sampling
-from mars_serve.engine.request import Request
+from mars_serve.engine.request import LoraReference, Request
 
 MAX_WINDOW = 4
 
@@ -91,3 +91,18 @@ def test_a_forgotten_row_leaves_nothing_to_the_next_row_in_its_entry() -> None:
     teach(statistics, rows[0], [(4, 5)])
     best, fresh = estimate(statistics, rows[0]), estimate(statistics, make_request("new"))
     assert fresh[0] < best[0] < 0.3
+
+
+def test_an_adapter_learns_nothing_from_the_one_that_was_in_its_slot() -> None:
+    statistics, rows = AcceptanceStatistics(MAX_WINDOW), make_rows(4)
+    plain, first, second, beside = rows
+    for row, name, slot in ((first, "a", 0), (second, "b", 0), (beside, "c", 1)):
+        row.lora, row.lora_slot = LoraReference(name, "", name), slot
+    prior = estimate(statistics, plain)
+    teach(statistics, beside, [(4, 1)] * 60)
+    teach(statistics, first, [(4, 1)] * 60)
+    taught = estimate(statistics, beside)
+    statistics.observe(first, 4, 1)
+    assert estimate(statistics, second) == prior
+    assert estimate(statistics, beside) == taught
+    assert taught[0] < 0.2
