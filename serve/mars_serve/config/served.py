@@ -202,9 +202,8 @@ class ServedModel:
         """
         from mars_serve.engine.lora_cache import read_weights
 
-        lora = LoraReference.to(name, path)
-        read_weights(lora, self.masked or self.checkpoint, self.settings.engine)
-        return lora
+        checkpoint = self.masked or self.checkpoint
+        return read_weights(name, path, checkpoint, self.settings.engine)[0]
 
     @cached_property
     def switches(self) -> frozenset[str]:

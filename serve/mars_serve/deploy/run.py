@@ -89,11 +89,10 @@ def _look_over_models(settings: ServeSettings, console: Console) -> None:
         if model.loras:
             from mars_platform.checkpoint.adapted import read_model
             from mars_serve.engine.lora_cache import read_weights
-            from mars_serve.engine.request import LoraReference
 
             checkpoint = read_model(path, model.adapter)
             for lora in model.loras:
-                read_weights(LoraReference.to(lora.name, lora.path), checkpoint, model.engine)
+                read_weights(lora.name, lora.path, checkpoint, model.engine)
 
 
 def _refuse_taken_port(host: str, port: int) -> None:

@@ -1,32 +1,47 @@
 """Reads LoRA adapters for an engine's model, and keeps those that were read in main memory."""
 
+from __future__ import annotations
+
 import logging
 from collections import OrderedDict
 from concurrent.futures import Future
+from pathlib import Path
 from threading import Lock
+from typing import TYPE_CHECKING
 
 import torch
 
 from mars_platform.checkpoint.adapted import refuse_other_base
+from mars_platform.checkpoint.adapter.layers import adaptable_layers
 from mars_platform.checkpoint.adapter.lora import LoraWeights, read_lora
 from mars_platform.checkpoint.directory import Checkpoint, loader_of
+from mars_platform.checkpoint.metadata import ADAPTER_FILE, ADAPTER_WEIGHTS_FILE, METADATA_FILE
 from mars_platform.errors import UserError
 from mars_serve.engine.request import LoraReference, Request
 from mars_serve.engine.settings import EngineSettings
+
+if TYPE_CHECKING:  # importing it takes seconds
+    from transformers import PreTrainedModel
+
+_ROOM = 1 << 24
+"""Bytes that an adapter's files may have beside its products: names, settings and a mask's row."""
 
 _log = logging.getLogger(__name__)
 
 
 def read_weights(
-    lora: LoraReference, checkpoint: Checkpoint, settings: EngineSettings
-) -> LoraWeights:
+    name: str, path: str | Path, checkpoint: Checkpoint, settings: EngineSettings
+) -> tuple[LoraReference, LoraWeights]:
     """Read the weights of a LoRA adapter for a model.
 
     Raises:
-        UserError: a file is missing, damaged or another than the reference means, or the adapter
-            does not fit the model or the slots.
+        UserError: a file is missing, damaged, too large or changes meanwhile, or the adapter does
+            not fit the model or the slots.
     """
-    adapter = read_lora(lora.path)
+    with torch.device("meta"):
+        model = loader_of(checkpoint.config).from_config(checkpoint.config, trust_remote_code=False)
+    _refuse_large(Path(path), model, settings.max_lora_rank)
+    lora, adapter = LoraReference.to(name, path), read_lora(path)
     if adapter.config.r > settings.max_lora_rank:
         raise UserError(
             f"model: the LoRA adapter {lora.name!r} has rank {adapter.config.r}, more than the "
@@ -41,16 +56,31 @@ def read_weights(
                 f"{theirs.mask_token_id}, and that of the model is {ours.mask_token_id}; train it "
                 "on the model that is served"
             )
-    with torch.device("meta"):
-        model = loader_of(checkpoint.config).from_config(checkpoint.config, trust_remote_code=False)
     weights = adapter.weights(model)
-    # only now, so that these are the weights that the reference means
-    if LoraReference.to(lora.name, lora.path) != lora:
+    _refuse_change(lora, LoraReference.to(name, path))
+    return lora, weights
+
+
+def _refuse_large(path: Path, model: PreTrainedModel, rank: int) -> None:
+    """Refuse files, before any is read, that are larger than those of a rank in float32."""
+    files = (path / each for each in (ADAPTER_FILE, ADAPTER_WEIGHTS_FILE, METADATA_FILE))
+    size = sum(file.stat().st_size for file in files if file.is_file())
+    layers = adaptable_layers(model).values()
+    most = 4 * rank * sum(each.in_features + each.out_features for each in layers) + _ROOM
+    if size > most:
         raise UserError(
-            f"model: the files of the LoRA adapter {lora.name!r} are others than when it was "
+            f"adapter: the files in {path} have {size:,} bytes, and a LoRA adapter of rank {rank} "
+            f"for this model has {most:,} at most; save it without other weights, or raise "
+            "engine.max_lora_rank if its rank is higher"
+        )
+
+
+def _refuse_change(known: LoraReference, found: LoraReference) -> None:
+    if known != found:
+        raise UserError(
+            f"model: the files of the LoRA adapter {known.name!r} are others than when it was "
             "loaded; load it again"
         )
-    return weights
 
 
 class LoraCache:
@@ -91,7 +121,8 @@ class LoraCache:
         if known is not None:
             return known.result()
         try:
-            weights = read_weights(lora, self._checkpoint, self._settings)
+            found, weights = read_weights(lora.name, lora.path, self._checkpoint, self._settings)
+            _refuse_change(lora, found)
         except Exception as error:
             _log.warning("the LoRA adapter %s cannot be used: %s", lora.name, error)
             refusal = UserError(

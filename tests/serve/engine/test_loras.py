@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -193,19 +195,20 @@ def test_an_adapter_that_cannot_be_served_is_refused_aloud(
     with_lora(base, tmp_path / "high", rank=5)
     with_lora(build_model("qwen2", vocab_size=32, hidden_size=16), tmp_path / "narrow")
     with_lora(build_model("gptj", vocab_size=32), tmp_path / "other", target_modules=["fc_in"])
-    changed = LoraReference.to("changed", tmp_path / "good")._replace(sum="0" * 64)
+    shutil.copytree(tmp_path / "good", tmp_path / "large")
+    os.truncate(tmp_path / "large" / "adapter_model.safetensors", 1 << 25)
     cases = {
-        "has rank 5, more than the 4 .*engine.max_lora_rank": LoraReference.to(
-            "a", tmp_path / "high"
-        ),
-        "has the shape .*model need": LoraReference.to("a", tmp_path / "narrow"),
-        "fc_in.* is for no layer": LoraReference.to("a", tmp_path / "other"),
-        "are others than when it was loaded": changed,
-        "there is no directory": changed._replace(path=str(tmp_path / "absent")),
+        "has rank 5, more than the 4 .*engine.max_lora_rank": "high",
+        "has the shape .*model need": "narrow",
+        "fc_in.* is for no layer": "other",
+        "have 33,55.,... bytes, and .* of rank 4 for this model has 16,793,600 at most": "large",
+        "holds no file adapter_config.json": "absent",
     }
-    for message, reference in cases.items():
+    for message, name in cases.items():
         with pytest.raises(UserError, match=message):
-            read_weights(reference, engine.checkpoint, engine.settings)
+            read_weights("a", tmp_path / name, engine.checkpoint, engine.settings)
+    for name in (*cases.values(), "good"):
+        reference = LoraReference("a", str(tmp_path / name), sum="another")
         with pytest.raises(UserError, match="cannot be used where the model runs"):
             engine.add(Request("a", [5], DecodingOptions(1), lora=reference))
     assert not engine.has_work

@@ -158,6 +158,8 @@ async def test_what_may_not_be_loaded_is_refused(model: Any, tmp_path: Path) -> 
         (tmp_path / "allowed" / "two" / "adapter_model.safetensors").write_bytes(b"none")
         body = {"lora_name": "new", "lora_path": str(tmp_path / "allowed" / "two")}
         assert "cannot be read" in await client.refusal(LOAD, body, 400, "lora_path")
+        os.truncate(tmp_path / "allowed" / "two" / "adapter_model.safetensors", 1 << 25)
+        assert "at most; save it" in await client.refusal(LOAD, body, 400, "lora_path")
         (tmp_path / "allowed" / "two" / "adapter_model.safetensors").unlink()
         os.mkfifo(tmp_path / "allowed" / "two" / "adapter_model.safetensors")
         assert "holds no file adapter_model" in await client.refusal(LOAD, body, 400, "lora_path")

@@ -102,7 +102,10 @@ def test_an_adapter_learns_nothing_from_the_one_that_was_in_its_slot() -> None:
     teach(statistics, beside, [(4, 1)] * 60)
     teach(statistics, first, [(4, 1)] * 60)
     taught = estimate(statistics, beside)
-    statistics.observe(first, 4, 1)
     assert estimate(statistics, second) == prior
+    for _ in range(9):
+        statistics.observe(first, 4, 1)
+    statistics.observe(second, 4, 5)
+    assert estimate(statistics, second)[0] > prior[0]
     assert estimate(statistics, beside) == taught
     assert taught[0] < 0.2
