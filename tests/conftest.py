@@ -32,11 +32,11 @@ _WITH_RAY = (
     "tests/end_to_end/training/test_training.py",  # trains the model that others wait for
     "tests/end_to_end/training/",
     "tests/end_to_end/",
-    "tests/packaging/test_wheel.py",
-    "tests/docs/test_user_path.py",
 )
 """Tests that start Ray, in the order in which they run."""
-_ORDER = (*_WITH_RAY, "tests/train/", "tests/serve/")
+_WITH_RAY_IN_FULL = ("tests/packaging/test_wheel.py", "tests/docs/test_user_path.py")
+"""Tests of which those that are marked ``full`` start Ray, too."""
+_ORDER = (*_WITH_RAY, *_WITH_RAY_IN_FULL, "tests/train/", "tests/serve/")
 """Order of a run; all other tests follow. They are the short ones: two processes end together."""
 collect_ignore = ["clients", "kubernetes"]  # `make test-clients`, and `make test-kubernetes`
 
@@ -81,7 +81,10 @@ class _OneRayAtATime(LoadFileScheduling):
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        return "Ray" if nodeid.startswith(_WITH_RAY) else super()._split_scope(nodeid)
+        with_ray = _WITH_RAY
+        if self.config.getoption("--full"):
+            with_ray += _WITH_RAY_IN_FULL
+        return "Ray" if nodeid.startswith(with_ray) else super()._split_scope(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling:
