@@ -245,16 +245,22 @@ _ERRORS = {
 }
 
 
-def errors_described(*statuses: int) -> dict[int | str, dict[str, Any]]:
+def errors_described(
+    *statuses: int, shape: type[Shape] = ErrorResponse
+) -> dict[int | str, dict[str, Any]]:
     """Describe some error statuses for FastAPI's ``responses``; all of them by default."""
     return {
-        status: {"model": ErrorResponse, "description": _ERRORS[status]}
-        for status in statuses or _ERRORS
+        status: {"model": shape, "description": _ERRORS[status]} for status in statuses or _ERRORS
     }
 
 
 def generation_described(model: type[GenerationResponse]) -> dict[int | str, dict[str, Any]]:
-    """Describe all responses of an endpoint that generates text."""
+    """Describe all responses of an endpoint that generates text in OpenAI's shapes."""
+    return {**stream_described(model), **errors_described()}
+
+
+def stream_described(model: type[Shape]) -> dict[int | str, dict[str, Any]]:
+    """Describe an answer that is a whole response or a stream of events."""
     # Without a type, as readers disagree on whether it describes the stream or an event.
     stream = {"schema": {"description": "Server-sent events, one a pass."}}
     success = {
@@ -262,4 +268,4 @@ def generation_described(model: type[GenerationResponse]) -> dict[int | str, dic
         "description": "The whole response, or a stream of it",
         "content": {"text/event-stream": stream},
     }
-    return {200: success, **errors_described()}
+    return {200: success}

@@ -25,6 +25,7 @@ from mars_serve.http.endpoints.generation import generation_router
 from mars_serve.http.endpoints.generator import Generator
 from mars_serve.http.endpoints.information import information_router
 from mars_serve.http.endpoints.loras import loras_router
+from mars_serve.http.endpoints.messages import messages_router
 from mars_serve.http.endpoints.metrics import metrics_router
 from mars_serve.http.endpoints.tokens import tokens_router
 from mars_serve.http.in_process import OwnRequests
@@ -90,7 +91,9 @@ def create_app(
     app.include_router(loras_router(models))
     app.include_router(dashboard_router(models))
     app.include_router(metrics_router(models, telemetry))
-    app.include_router(generation_router(Generator(models, settings.limits, threads, places)))
+    generator = Generator(models, settings.limits, threads, places)
+    app.include_router(generation_router(generator))
+    app.include_router(messages_router(generator))
     app.include_router(tokens_router(models, settings.limits, threads))
     app.include_router(files_router(batches.files if batches else None, settings.limits))
     app.include_router(batches_router(batches))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -23,29 +23,13 @@ from mars_serve.api.tools.families import PARSERS
 from mars_serve.api.tools.formats import Family
 from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import ModelSettings
-from mars_serve.engine.decoding_options import FinishReason, Span, Spans
-from mars_serve.engine.outputs import StepOutput
-from mars_serve.engine.request import Request
+from mars_serve.engine.decoding_options import Span, Spans
+from rest.replaying import ReplayingBackend
 
 TOKENIZER = tokenizer_of("qwen")
 BEGIN, END = TOKENIZER.convert_tokens_to_ids(["<think>", "</think>"])
 MARKERS = {Span.ANSWER: {BEGIN: Span.THINKING}, Span.THINKING: {END: Span.ANSWER}}
 CALL = '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>'
-
-
-class ReplayingBackend:
-    """A backend whose passes are given."""
-
-    def __init__(self, passes: Sequence[list[int]]) -> None:
-        self.passes = list(passes)
-
-    async def stream(self, request: Request) -> AsyncGenerator[StepOutput]:
-        for index, tokens in enumerate(self.passes, start=1):
-            is_last = index == len(self.passes)
-            yield StepOutput(request.id, tokens, FinishReason.STOP if is_last else None)
-
-    async def complete(self, request: Request) -> list[StepOutput]:
-        return [output async for output in self.stream(request)]
 
 
 def encoded(text: str) -> list[int]:

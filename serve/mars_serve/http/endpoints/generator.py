@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from fastapi import Request
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
 
 from mars_serve.api.bounds import check_copies, check_reported, most_reported
 from mars_serve.api.errors import ApiError, invalid_value, renaming
@@ -61,6 +61,8 @@ class Dialect:
     writer: Callable[[Answer], Writer]
     names: Mapping[str, str] = field(default_factory=dict)
     """Client's names of fields of the translated body, where they differ, for error messages."""
+    most_tokens: int | None = None
+    """Largest number of output tokens; unlike that of a chat it is lowered to what fits."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,28 @@ class Generator:
         with renaming(dialect.names):
             call = self._begin(body, request, dialect)
             return await self._respond(call, lambda: call.read_chat(body))
+
+    async def count(
+        self, body: ChatCompletionRequest, request: Request, dialect: Dialect
+    ) -> Response:
+        """Return the number of tokens of a conversation's prompt, which may be too long to answer.
+
+        Raises:
+            ApiError: the conversation cannot be read.
+        """
+        record, load = request.state.record, request.state.load
+        record.model = body.model
+        with renaming(dialect.names):
+            reader = PromptReader(
+                find_model(self.models, body.model), self.limits, request.state.caller
+            )
+            dialect.source.refuse_unsupported()
+            tokens, _ = await self.threads.read(
+                load, load.size, lambda: _prompt_of(reader, body, is_cut=True)
+            )
+        record.prompt_tokens = len(tokens)
+        headers = self.unknown.report(dialect.source.unknown_fields, record)
+        return JSONResponse({"input_tokens": len(tokens)}, headers=headers)
 
     def _begin(
         self, body: GenerationRequest, request: Request, dialect: Dialect, num_prompts: int = 1
@@ -167,16 +191,11 @@ class _Call:
     def read_chat(self, body: ChatCompletionRequest) -> Answer:
         """Read a conversation's texts, and prepare its choices."""
         reader = PromptReader(self.model, self.limits, self.caller)
-        reader.check_chat(body, body.messages)
-        truncation = reader.truncation(body, default_tokens=1)
-        tools = prepare_tools(
-            body.tools, body.tool_choice, body.parallel_tool_calls, self.model.checkpoint
-        )
-        is_cut = truncation.num_kept is not None
-        tokens = truncation.cut(reader.chat(body, body.messages, tools, is_cut=is_cut))
+        tokens, tools = _prompt_of(reader, body)
         num_choices = body.n or 1
         check_copies("messages", len(tokens) * num_choices, num_choices)
         room = max(self.model.max_length - len(tokens), 1)
+        room = min(room, self.dialect.most_tokens or room)
         if not body.stream and body.num_logprobs is not None:
             num_likely = max(body.num_logprobs, body.prompt_logprobs or 0)
             num_scored = 0 if body.prompt_logprobs is None else len(tokens)
@@ -346,6 +365,20 @@ class _Call:
         if passes.num_passes:
             record.threshold_mean = passes.mean_threshold
             record.threshold_min = passes.min_threshold
+
+
+def _prompt_of(
+    reader: PromptReader, body: ChatCompletionRequest, *, is_cut: bool = False
+) -> tuple[list[int], RequestTools | None]:
+    """Return a conversation's tokens and tools; with ``is_cut`` it may have more than fit."""
+    reader.check_chat(body, body.messages)
+    truncation = reader.truncation(body, default_tokens=1)
+    is_cut = is_cut or truncation.num_kept is not None
+    tools = prepare_tools(
+        body.tools, body.tool_choice, body.parallel_tool_calls, reader.model.checkpoint
+    )
+    tokens = reader.chat(body, body.messages, tools, is_cut=is_cut)
+    return truncation.cut(tokens), tools
 
 
 def _structure(body: GenerationRequest, tools: RequestTools | None) -> Structure | None:

@@ -9,6 +9,7 @@ from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from mars_serve.api.anthropic.errors import is_messages
 from mars_serve.api.errors import ApiError
 from mars_serve.api.keys import Caller, KeyRing
 from mars_serve.http.page_files import page_files
@@ -51,7 +52,7 @@ class KeyMiddleware:
         if self._keys.is_open:
             return self._keys.anyone
         await self._keys.refresh()
-        key = _bearer_key(scope)
+        key = _given_key(scope)
         caller = self._keys.find(key) if key else None
         if caller is None and _is_public(scope):
             return self._keys.anyone
@@ -66,16 +67,22 @@ class KeyMiddleware:
         return caller
 
 
-def _bearer_key(scope: Scope) -> bytes | None:
+def _given_key(scope: Scope) -> bytes | None:
     """Return the key that a request gives.
 
-    Of several headers none counts, since a proxy may have checked another one than this server.
+    Of several headers none counts, since a proxy may have checked another one than this server;
+    only Anthropic's client may give its key in two that agree.
     """
-    given = [value for name, value in scope["headers"] if name == b"authorization"]
-    if len(given) != 1:
-        return None
-    scheme, _, key = given[0].strip().partition(b" ")
-    return key.strip() or None if scheme.lower() == b"bearer" else None
+    given = [_bearer_key(value) for name, value in scope["headers"] if name == b"authorization"]
+    if is_messages(path_within(scope)):
+        own = [value.strip() for name, value in scope["headers"] if name == b"x-api-key"]
+        given = given if given == own else given + own
+    return given[0] or None if len(given) == 1 else None
+
+
+def _bearer_key(value: bytes) -> bytes | None:
+    scheme, _, key = value.strip().partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else None
 
 
 def _is_public(scope: Scope) -> bool:

@@ -1,4 +1,4 @@
-"""Turns exceptions, those of Ray included, into error responses in OpenAI's shape."""
+"""Turns exceptions, those of Ray included, into error responses in the shape of their path."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -14,6 +14,7 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mars_platform.errors import UserError
+from mars_serve.api.anthropic.errors import error_body, is_messages
 from mars_serve.api.errors import ApiError, clipped, invalid_value, retry_after, shown
 from mars_serve.api.limits import queue_full
 from mars_serve.engine.ipc.client import (
@@ -23,6 +24,7 @@ from mars_serve.engine.ipc.client import (
     QueueTimeout,
     RequestFailed,
 )
+from mars_serve.http.middleware.authentication import path_within
 
 _UNKNOWN_S = 1.0
 """Wait in seconds that a refusal names where nothing is known."""
@@ -108,12 +110,18 @@ def _refused(error: UserError, grammar_field: str | None) -> ApiError:
     return invalid_value(param, reason)
 
 
-def error_response(error: ApiError, draw: Callable[[], float]) -> JSONResponse:
-    """Return an error as a response; ``draw`` returns a random number in [0, 1)."""
+def _respond(scope: Scope, error: ApiError, draw: Callable[[], float]) -> JSONResponse:
+    """Return an error as a response in the shape of its path; ``draw`` draws from [0, 1)."""
+    record = scope.get("state", {}).get("record")
+    if record is not None:
+        record.error_code = error.code
     headers = dict(error.headers)
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(retry_after(error.retry_after_s, draw))
-    return JSONResponse(error.body(), status_code=error.status, headers=headers)
+    body = error.body()
+    if is_messages(path_within(scope)):
+        body = error_body(error, record and record.request_id)
+    return JSONResponse(body, status_code=error.status, headers=headers)
 
 
 class ErrorMiddleware:
@@ -145,7 +153,7 @@ class ErrorMiddleware:
 
 
 def add_error_handlers(app: FastAPI, draw: Callable[[], float]) -> None:
-    """Report every error of an application's endpoints in OpenAI's shape."""
+    """Report every error of an application's endpoints in the shape of its path."""
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> JSONResponse:
@@ -158,13 +166,6 @@ def add_error_handlers(app: FastAPI, draw: Callable[[], float]) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         return _respond(request.scope, _of_framework(app, request, error), draw)
-
-
-def _respond(scope: Scope, error: ApiError, draw: Callable[[], float]) -> JSONResponse:
-    record = scope.get("state", {}).get("record")
-    if record is not None:
-        record.error_code = error.code
-    return error_response(error, draw)
 
 
 def _of_framework(app: FastAPI, request: Request, error: HTTPException) -> ApiError:

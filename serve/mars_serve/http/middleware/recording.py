@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mars_serve.api.anthropic.errors import COUNT_PATH, is_messages
 from mars_serve.http.middleware.authentication import ADMIN_PATHS, path_within
 from mars_serve.http.middleware.records import Exchange, RequestRecord, outcome_of
 from mars_serve.observability.ingress_telemetry import IngressTelemetry
@@ -27,6 +28,7 @@ _log = logging.getLogger("marsray.requests")
 _ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 # asked for again and again
 _PROBES = {"/health", "/ping", "/ready", "/metrics", "/admin/dashboard/events"}
+_OTHERS = {*ADMIN_PATHS, COUNT_PATH}  # below /v1, and generate nothing
 _PATH_LENGTH = 200  # longest path in the log
 
 
@@ -67,8 +69,11 @@ class RecordMiddleware:
         async def recording_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
+                headers_out = MutableHeaders(scope=message)
                 if adds_header:
-                    MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                    headers_out["X-Request-Id"] = request_id
+                if is_messages(exchange.path):
+                    headers_out["request-id"] = request_id
             await send(message)
             if message["type"] == "http.response.body" and not message.get("more_body"):
                 exchange.is_complete = True
@@ -98,7 +103,7 @@ class RecordMiddleware:
         if record.model not in self._telemetry.models:
             record.model = None  # text of the client, not the name of a model
         outcome = outcome_of(record, exchange, error)
-        is_generating = exchange.path.startswith("/v1/") and exchange.path not in ADMIN_PATHS
+        is_generating = exchange.path.startswith("/v1/") and exchange.path not in _OTHERS
         if exchange.method == "POST" and is_generating:
             self._telemetry.count(record.model, outcome)
             if outcome.startswith("rejected_") and exchange.status is not None:

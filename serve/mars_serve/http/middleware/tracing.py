@@ -15,7 +15,11 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from mars_platform.errors import UserError
 from mars_serve.http.middleware.records import Exchange, RequestRecord
 
-_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+_OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/messages": "chat",
+}
 
 
 class RequestTracer:

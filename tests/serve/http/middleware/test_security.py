@@ -91,7 +91,8 @@ async def test_every_route_is_open_only_to_keys_that_may_use_it(keyed, who):
             assert response.status_code in expected(method, path, who), (method, path)
             if response.status_code == 401:
                 assert response.headers["www-authenticate"] == "Bearer"
-                assert method == "HEAD" or response.json()["error"]["code"] == "invalid_api_key"
+                kind = "" if method == "HEAD" else response.json()["error"]["type"]
+                assert kind in ("", "authentication_error")
             if response.status_code == 403:
                 assert response.json()["error"]["type"] == "permission_error"
 
@@ -346,3 +347,26 @@ async def test_no_bytes_break_the_server(app, body):
     json_type = [(b"content-type", b"application/json")]
     status, _, _ = await call(app, COMPLETIONS, "POST", headers=json_type, chunks=(body,))
     assert status in (400, 422)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ([("x-api-key", PLAIN)], 200),
+        ([("x-api-key", PLAIN), ("authorization", f"Bearer {PLAIN}")], 200),
+        ([("authorization", f"Bearer {PLAIN}")], 200),
+        ([("x-api-key", "nobody")], 401),
+        ([("x-api-key", PLAIN), ("x-api-key", PLAIN)], 401),
+        ([("x-api-key", PLAIN), ("authorization", "Bearer nobody")], 401),
+        ([("x-api-key", "nobody"), ("authorization", f"Bearer {PLAIN}")], 401),
+        ([("x-api-key", PLAIN), ("authorization", f"Basic {PLAIN}")], 401),
+        ([("x-api-key", "")], 401),
+    ],
+)
+async def test_anthropics_clients_give_their_key_in_a_header_of_their_own(keyed, headers, status):
+    body = {**BODIES[CHAT], "max_tokens": 1}
+    async with client_of(keyed) as client:
+        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+            assert (await client.post(path, json=body, headers=headers)).status_code == status
+        only = [each for each in headers if each[0] == "x-api-key"]
+        assert (await client.post(CHAT, json=body, headers=only)).status_code == 401

@@ -1,0 +1,35 @@
+"""Errors in Anthropic's shape.
+
+Source: Anthropic API reference, "Errors".
+"""
+
+from typing import Any
+
+from mars_serve.api.errors import ApiError
+
+PATH = "/v1/messages"
+"""Path at which, and below which, clients speak the Messages API."""
+COUNT_PATH = f"{PATH}/count_tokens"
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def is_messages(path: str) -> bool:
+    """Return whether requests for a path are answered in Anthropic's shapes."""
+    return path == PATH or path.startswith(f"{PATH}/")
+
+
+def error_body(error: ApiError, request_id: str | None = None) -> dict[str, Any]:
+    """Return the body of an error's response, or the content of a stream's event."""
+    other = "invalid_request_error" if error.status < 500 else "api_error"
+    message = error.body()["error"]["message"]
+    detail = {"type": _TYPES.get(error.status, other), "message": message}
+    body = {"type": "error", "error": detail}
+    return body if request_id is None else {**body, "request_id": request_id}
