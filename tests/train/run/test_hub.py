@@ -190,6 +190,12 @@ def test_a_name_that_the_hub_does_not_take_is_told_in_one_line(hub, trained, cap
     assert capsys.readouterr().err.startswith("error: not a name: the Hugging Face hub does not ")
 
 
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert run(["pull", "someone/model", str(tmp_path / "file" / "model")]) == 2
+    assert "file/model cannot be made" in capsys.readouterr().err
+
+
 def test_a_directory_without_a_model_has_no_card(tmp_path, capsys):
     assert run(["push", str(tmp_path / "absent"), "me/tuned", "--card-only"]) == 2
     assert "holds neither a checkpoint nor an adapter" in capsys.readouterr().err

@@ -74,7 +74,10 @@ def pull(
     from mars_platform.checkpoint.files import settle
     from mars_platform.checkpoint.manifest import MANIFEST
 
-    directory.absolute().parent.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.absolute().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{directory} cannot be made ({one_line(error)}); name another") from error
     name, _, revision = repository.partition("@")
     with tempfile.TemporaryDirectory(dir=directory.absolute().parent) as temporary:
         content = Path(temporary) / "content"
