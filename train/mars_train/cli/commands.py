@@ -26,7 +26,6 @@ class DemoTask(StrEnum):
 
     LEDGER = "ledger"
     SHORT = "short"
-    VARIED = "varied"
 
 
 @data.callback(invoke_without_command=True)
@@ -41,8 +40,7 @@ def data_demo(
     task: Annotated[
         DemoTask,
         typer.Option(
-            help="Ledgers (answers of 84 tokens in free wording), short tasks (22, fixed wording), "
-            "or varied ones (60 to 150 tokens: ledgers, copies with one edit, free notes)."
+            help="Ledgers (answers of 84 tokens, free wording) or short tasks (22, fixed wording)."
         ),
     ] = DemoTask.LEDGER,
     difficulty: Annotated[
@@ -64,7 +62,6 @@ def data_demo(
     from mars_platform.cli.report import say
     from mars_train.data.demo import write_demo_data
     from mars_train.data.demo_tasks import TaskMaker, draw_ledger, draw_short
-    from mars_train.data.varied_tasks import draw_varied
 
     if task is not DemoTask.LEDGER and difficulty is not None:
         raise UserError(
@@ -73,7 +70,6 @@ def data_demo(
     makers: dict[DemoTask, TaskMaker] = {
         DemoTask.LEDGER: partial(draw_ledger, difficulty=difficulty or _DIFFICULTY),
         DemoTask.SHORT: draw_short,
-        DemoTask.VARIED: draw_varied,
     }
     with progress_display() as display:
         write_demo_data(
