@@ -1,7 +1,7 @@
 """Shared by all tests: one trained tiny model, the option ``--full``, and the order of a run.
 
-Two processes run the suite (``pytest -n 2``): the first takes every module that starts Ray, which
-is the longer half, and the second takes the other modules.
+Two processes run the suite (``pytest -n 2``): the first takes the modules that start Ray, which are
+the longer half, and the second takes the other modules.
 """
 
 from __future__ import annotations
@@ -31,12 +31,17 @@ RECIPE = Path(__file__).parent / "recipe.yaml"
 _WITH_RAY = (
     "tests/end_to_end/training/test_training.py",  # trains the model that others wait for
     "tests/end_to_end/training/",
-    "tests/end_to_end/",
+    "tests/end_to_end/serving/",
 )
 """Tests that start Ray, in the order in which they run."""
-_WITH_RAY_IN_FULL = ("tests/packaging/test_wheel.py", "tests/docs/test_user_path.py")
-"""Tests of which those that are marked ``full`` start Ray, too."""
-_ORDER = (*_WITH_RAY, *_WITH_RAY_IN_FULL, "tests/train/", "tests/serve/")
+_WITH_RAY_IN_FULL = (
+    "tests/end_to_end/test_demo.py",
+    "tests/packaging/test_wheel.py",
+    "tests/docs/test_user_path.py",
+    "tests/end_to_end/cluster/",
+)
+"""Tests that start Ray for long only if they are marked ``full``."""
+_ORDER = (*_WITH_RAY, "tests/train/", "tests/serve/", *_WITH_RAY_IN_FULL)
 """Order of a run; all other tests follow. They are the short ones: two processes end together."""
 collect_ignore = ["clients", "kubernetes"]  # `make test-clients`, and `make test-kubernetes`
 
@@ -75,7 +80,7 @@ def _turn(item: pytest.Item) -> int:
 
 
 class _OneRayAtATime(LoadFileScheduling):
-    """Gives all tests that start Ray to one process.
+    """Gives the tests that start Ray to one process.
 
     Two clusters at once would be slower than one after the other, since each starts many processes.
     """
