@@ -1,10 +1,5 @@
 """The commands ``marsray generate``, ``marsray eval`` and ``marsray serve``."""
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
 from mars_platform.cli.options import AsJson, with_options
 from mars_serve.cli.options import GenerateOptions, ServeOptions, let_idle_threads_sleep
 from mars_serve.measure.options import EvalOptions
@@ -26,13 +21,7 @@ def generate(options: GenerateOptions, as_json: AsJson = False) -> None:
 
 
 @with_options
-def eval_(
-    options: EvalOptions,
-    plot: Annotated[
-        Path | None, typer.Option(help="Plot quality over speed into this .png or .svg file.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+def eval_(options: EvalOptions, as_json: AsJson = False) -> None:
     """Score a checkpoint on held-out conversations.
 
     Reports quality and tokens per forward pass for each mode and threshold. A row with an "answer"
@@ -44,15 +33,12 @@ def eval_(
 
     from rich.console import Console
 
-    from mars_platform.cli.pictures import write_picture
-    from mars_platform.cli.report import check_output_files, output_console
+    from mars_platform.cli.report import output_console
     from mars_serve.measure.evaluation.evaluate import evaluate
-    from mars_serve.measure.evaluation.report import picture_of, print_evaluation
+    from mars_serve.measure.evaluation.report import print_evaluation
 
-    check_output_files({"--plot": plot})
     evaluation = evaluate(options, Console(stderr=True))
     print_evaluation(evaluation, output_console(_FILE_WIDTH), as_json=as_json)
-    write_picture(lambda: picture_of(evaluation), plot)
 
 
 @with_options

@@ -1,16 +1,13 @@
 """Shows the result of ``marsray eval``: a table with its notes, or JSON."""
 
-from itertools import cycle
 from typing import Any
 
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
 from mars_platform.cli.report import (
     Column,
     figure_column,
-    finish_axes,
     interval,
     jsonable,
     print_json,
@@ -18,10 +15,7 @@ from mars_platform.cli.report import (
     table_of,
 )
 from mars_platform.method.mode import Mode
-from mars_platform.statistics import Estimate
 from mars_serve.measure.evaluation.evaluate import Evaluation, setting_names
-
-_MARKERS = "osD^v<>P"
 
 
 def print_evaluation(evaluation: Evaluation, console: Console, *, as_json: bool) -> None:
@@ -31,34 +25,6 @@ def print_evaluation(evaluation: Evaluation, console: Console, *, as_json: bool)
         return
     console.print(_table(evaluation))
     print_notes(console, _notes(evaluation))
-
-
-def picture_of(evaluation: Evaluation) -> Figure:
-    """Draw accuracy, or the share of outputs equal to mode ar's, over tokens per forward pass."""
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    is_checked = evaluation.rows[0].score.num_checkable > 0
-    for row, marker in zip(evaluation.rows, cycle(_MARKERS), strict=False):
-        speed, accuracy = row.score.tokens_per_forward, row.score.accuracy
-        equal = 1.0 if row.score.identical is None else row.score.identical
-        quality = accuracy or Estimate(equal, equal, equal)
-        axes.errorbar(
-            [speed.value],
-            [100 * quality.value],
-            xerr=[[speed.value - speed.low], [speed.high - speed.value]],
-            yerr=[[100 * (quality.value - quality.low)], [100 * (quality.high - quality.value)]],
-            fmt=marker,
-            capsize=3,
-            label=" ".join(setting_names(row.setting)),
-        )
-    finish_axes(
-        axes,
-        title="quality and speed, with 95% intervals",
-        x="tokens a forward pass",
-        y="accuracy, %" if is_checked else "outputs equal to those of mode ar, %",
-        legend="best",
-    )
-    return figure
 
 
 def _table(evaluation: Evaluation) -> Table:
