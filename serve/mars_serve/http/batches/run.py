@@ -37,7 +37,7 @@ _RETRY_S = (1.0, 60.0)
 """Shortest and longest wait in seconds before a line that was refused is sent again."""
 _READ_LINES = 16
 """Lines that are read at once."""
-_READ_PARTS = 16
+_READ_PARTS = 4
 """Parts that are read at once."""
 _PART_BYTES = 4 * 2**20
 """Size of answers that are written before further ones are taken."""
@@ -47,7 +47,7 @@ _PART_BYTES = 4 * 2**20
 class Pace:
     """Times of running batches, in seconds."""
 
-    look_s: float = 1.0
+    look_s: float = 2.0
     """Between two looks for batches that nobody runs."""
     beat_s: float = 3.0
     """Between two signs of life, at which answers are written, too."""
@@ -326,6 +326,7 @@ class BatchRun:
             some = names[start : start + _READ_PARTS]
             parts = await self._store.read_parts(tenant, self._name, some)
             for name in some:
+                await asyncio.sleep(0)  # a part may hold thousands of lines
                 for line in parts[name].splitlines():
                     number, is_right, answer = line.split(b" ", 2)
                     if int(number) not in seen:

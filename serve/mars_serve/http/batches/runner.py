@@ -18,6 +18,8 @@ _MOST_RUNS_OF_TENANT = 4
 """Most batches that one process runs at once; further ones wait."""
 _CREATE_S = 60.0
 """Longest time in seconds that creating a batch takes."""
+_PAUSE_S = 10.0
+"""Wait behind a failure of the storage, in seconds."""
 _SWEEP_S = 3600.0
 """Seconds between two deletions of what is too old."""
 
@@ -62,6 +64,7 @@ class BatchRunner:
                         self._start(name, lease)
             except Exception:  # storage fails in many ways, and may be back later
                 _log.exception("batches cannot be looked up; trying again")
+                await asyncio.sleep(_PAUSE_S)
             await asyncio.sleep(self.means.pace.look_s)
 
     async def _sweep(self) -> None:
@@ -105,5 +108,6 @@ class BatchRunner:
             _log.warning("%s", lost)
         except Exception:  # storage fails in many ways; somebody takes the batch again later
             _log.exception("batch %s has failed here; it goes on later", name)
+            await asyncio.sleep(_PAUSE_S)
         finally:
             del self._runs[name]

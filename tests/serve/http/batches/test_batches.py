@@ -12,10 +12,13 @@ from typing import Any
 import openai
 import pytest
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import KeySettings, LimitSettings, StorageSettings
+from mars_serve.http.batches.records import Lease
 from mars_serve.http.batches.run import Pace
+from mars_serve.http.in_process import OwnRequests
 from rest.api_keys import key_entry
 from rest.rest_server import app_of, client_of
 
@@ -128,6 +131,19 @@ async def test_two_ingresses_and_two_stops_answer_each_line_once(make_app):
     names = [f"line {number}" for number in range(200)]
     content = jsonl(*(line(name, max_tokens=1) for name in names))
     apps, num_seen = [make_app(batch_concurrency=8) for _ in range(4)], list[int]()
+    num_sent = 0
+
+    def counting(app: FastAPI) -> ASGIApp:
+        async def counted(*call: Any) -> None:
+            nonlocal num_sent
+            num_sent += 1
+            await app(*call)
+
+        return counted
+
+    for app in apps:
+        means = app.state.batches.means
+        app.state.batches.means = replace(means, requests=OwnRequests(counting(app)))
     async with official_of(apps[0]) as client:
         batch_id = (await created(client, content)).id
         for app in apps[:2]:
@@ -143,10 +159,30 @@ async def test_two_ingresses_and_two_stops_answer_each_line_once(make_app):
         assert batch.request_counts.model_dump() == {"total": 200, "completed": 200, "failed": 0}
         output = [each["custom_id"] for each in await contents(client, batch.output_file_id)]
         assert sorted(output) == sorted(names)
+        assert num_sent <= 200 + 2 * 8, "lines are answered again only if a stop came between"
+
+
+async def test_a_batch_that_another_ingress_has_taken_is_left_to_it(make_app):
+    app = make_app(batch_concurrency=1)
+    async with running(app), official_of(app) as client:
+        batch = await created(client, jsonl(*(line(str(each), max_tokens=1) for each in range(40))))
+        while not (await client.batches.retrieve(batch.id)).request_counts.completed:
+            await asyncio.sleep(0.01)
+        store, name = app.state.batches.store, batch.id.removeprefix("batch_")
+        foreign = Lease(tenant="", owner="another", beat=7)
+        await store.put_lease(name, foreign)
+        num_before = -1
+        while num_before != (num := len(await store.parts("", name))):
+            num_before = num
+            await asyncio.sleep(4 * FAST.beat_s)
+        assert await store.lease(name) == foreign
+        batch = await until_ended(client, batch.id)  # the other one is heard of no more
+        output = [each["custom_id"] for each in await contents(client, batch.output_file_id)]
+        assert sorted(output) == sorted(map(str, range(40)))
 
 
 async def test_a_cancelled_batch_keeps_what_was_answered(make_app):
-    app = make_app(batch_concurrency=2)
+    app = make_app(batch_concurrency=2, objects_per_key=1)  # output counts, but is always kept
     content = jsonl(*(line(str(number), max_tokens=1) for number in range(100)))
     async with official_of(app) as client:
         batch = await created(client, content)
@@ -252,8 +288,8 @@ def created_from(client: openai.AsyncOpenAI, file_id: str) -> Any:
     return client.batches.create(input_file_id=file_id, endpoint=CHAT, completion_window="24h")
 
 
-async def test_a_key_with_few_requests_at_once_gets_all_its_answers(make_app, tmp_path):
-    app = make_app(keys=({"key": "a", "max_concurrent": 1},))
+async def test_a_key_with_few_requests_at_once_and_without_flex_gets_all_its_answers(make_app):
+    app = make_app(keys=({"key": "a", "max_concurrent": 1, "tiers": ["default"]},))
     async with running(app), official_of(app, "a") as client:
         batch = await until_ended(client, (await created(client, jsonl(*map(line, "ab")))).id)
         assert batch.request_counts.model_dump() == {"total": 2, "completed": 2, "failed": 0}
