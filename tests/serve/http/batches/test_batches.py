@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 
 from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import KeySettings, LimitSettings, StorageSettings
-from mars_serve.http.batches.records import Lease
+from mars_serve.http.batches.records import ENDED, Lease
 from mars_serve.http.batches.run import Pace
 from mars_serve.http.in_process import OwnRequests
 from rest.api_keys import key_entry
@@ -69,11 +69,10 @@ def jsonl(*lines: Any) -> bytes:
 
 
 async def until_ended(client: openai.AsyncOpenAI, batch_id: str) -> Any:
-    while True:
-        batch = await client.batches.retrieve(batch_id)
-        if batch.status in ("completed", "failed", "expired", "cancelled"):
-            return batch
-        await asyncio.sleep(0.02)
+    async with asyncio.timeout(60):
+        while (batch := await client.batches.retrieve(batch_id)).status not in ENDED:
+            await asyncio.sleep(0.02)
+    return batch
 
 
 async def contents(client: openai.AsyncOpenAI, file_id: str | None) -> list[dict[str, Any]]:
