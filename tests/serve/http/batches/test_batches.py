@@ -126,6 +126,20 @@ async def test_a_batch_answers_each_line_as_its_request_alone_would_be(make_app)
         assert [each.id async for each in await client.batches.list()] == [batch.id]
 
 
+async def test_lines_go_to_messages_in_their_own_form(make_app):
+    app, url = make_app(), "/v1/messages"
+    body = {"model": "mars", "max_tokens": 3, "messages": [{"role": "user", "content": "x"}]}
+    lines = [{"custom_id": "a", "method": "POST", "url": url, "body": body}]
+    lines += [{**lines[0], "custom_id": "b", "body": {**lines[0]["body"], "temperature": 9}}]
+    async with running(app), official_of(app) as client:
+        batch = await until_ended(client, (await created(client, jsonl(*lines), endpoint=url)).id)
+        (right,) = await contents(client, batch.output_file_id)
+        (wrong,) = await contents(client, batch.error_file_id)
+        assert (right["custom_id"], right["response"]["status_code"]) == ("a", 200)
+        assert (wrong["custom_id"], wrong["response"]["status_code"]) == ("b", 400)
+        assert "temperature" in wrong["response"]["body"]["error"]["message"]
+
+
 async def test_two_ingresses_and_two_stops_answer_each_line_once(make_app):
     names = [f"line {number}" for number in range(200)]
     content = jsonl(*(line(name, max_tokens=1) for name in names))
