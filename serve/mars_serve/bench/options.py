@@ -32,7 +32,8 @@ class DecodeOptions(Settings):
     """Checkpoint directory or hub id; leave it out with --untrained."""
     adapter: Adapter = None
     untrained: str | None = None
-    """Use random weights of this size: a config.json, qwen2-100m, qwen2.5-0.5b or qwen2.5-7b."""
+    """Use random weights of this size: a config.json, qwen2-100m, qwen2.5-0.5b or qwen2.5-7b.
+    Numbers of accepted tokens are drawn, with the frequencies of the MARS paper on GSM8K."""
     prompts: Path | None = None
     """File of conversations; by default random prompts."""
     contenders: Annotated[tuple[ContenderName, ...], typer.Option("--contender")] = tuple(
@@ -53,12 +54,8 @@ class DecodeOptions(Settings):
     """Largest number of output tokens for a conversation."""
     threshold: float = Field(default=0.95, gt=0, le=1)
     """Confidence threshold in (0, 1]."""
-    acceptance: str | None = None
-    """Draw the number of tokens accepted per pass from this JSON file or from paper-gsm8k-0.95, the
-    default for untrained weights."""
     agreement: float | None = Field(default=None, ge=0, le=1)
-    """In mode exact, accept each draft with this probability if all before it were accepted;
-    replaces --acceptance."""
+    """In mode exact, accept each draft with this probability if all before it were accepted."""
     seed: int = 0
     """Seed of prompts, lengths, draws and weights."""
     threads: int | None = Field(default=None, ge=1)

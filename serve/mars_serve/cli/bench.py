@@ -25,11 +25,9 @@ def decode(options: DecodeOptions, as_json: AsJson = False) -> None:
     """Compare the speed of decoders on the same prompts.
 
     The modes of marsray's engine and Hugging Face generate take turns. Outputs of generated prompts
-    ignore end tokens, so that each has its drawn length. With --acceptance, the number of tokens
-    accepted per pass is drawn instead of decided by the model; so step times can be measured
-    without trained weights. Its file holds the relative frequency of each number, such as
-    {"tokens_per_forward": {"1": 0.6, "2": 0.4}}. With --agreement, numbers of tokens outside mode
-    exact are drawn, too.
+    ignore end tokens, so that each has its drawn length. With --untrained or --agreement, the
+    number of tokens accepted per pass is drawn instead of decided by the model, so that step times
+    can be measured without trained weights.
     """
     from rich.console import Console
 

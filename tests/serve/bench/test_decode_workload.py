@@ -6,14 +6,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mars_platform.errors import UserError
 from mars_serve.bench.decode.models import PRESETS, untrained_model
 from mars_serve.bench.decode.workload import (
-    PAPER_ACCEPTANCE,
     RaggedShape,
     agreeing,
     generated_requests,
-    read_acceptance,
+    paper_acceptance,
 )
 
 
@@ -29,7 +27,7 @@ def test_requests_lie_in_their_ranges_and_follow_from_the_seed() -> None:
 
 
 def test_the_papers_distribution_has_its_mean() -> None:
-    acceptance = read_acceptance(PAPER_ACCEPTANCE)
+    acceptance = paper_acceptance()
     assert acceptance.mean == pytest.approx(1.79, abs=1e-4)
     assert list(acceptance.tokens_per_forward) == [1, 2, 3, 4, 5]
     draws = [acceptance.draw(0, str(index), 3, 5) for index in range(20_000)]
@@ -38,7 +36,7 @@ def test_the_papers_distribution_has_its_mean() -> None:
 
 
 def test_draws_depend_only_on_seed_request_and_output_length() -> None:
-    acceptance = read_acceptance(PAPER_ACCEPTANCE)
+    acceptance = paper_acceptance()
 
     def draws(seed: int, name: str) -> list[int]:
         return [acceptance.draw(seed, name, place, 5) for place in range(60)]
@@ -50,7 +48,7 @@ def test_draws_depend_only_on_seed_request_and_output_length() -> None:
 
 
 def test_fewer_proposals_limit_a_draw() -> None:
-    acceptance = read_acceptance(PAPER_ACCEPTANCE)
+    acceptance = paper_acceptance()
     for place in range(60):
         full = acceptance.draw(0, "a", place, 5)
         for proposed in range(1, 5):
@@ -68,31 +66,6 @@ def test_each_draft_is_right_with_the_given_probability(agreement: float) -> Non
     draws = [acceptance.draw(0, str(index), 3, 5) for index in range(20_000)]
     assert sum(draws) / len(draws) == pytest.approx(acceptance.mean, abs=0.04)
     assert acceptance.mean == pytest.approx(sum(agreement**right for right in range(5)))
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, r"acceptance.json: cannot be read .* --acceptance"),
-        ("{", "cannot be read as JSON .* --acceptance"),
-        ("[1]", "must be an object; name another file with --acceptance"),
-        ("{}", "tokens_per_forward: required"),
-        ('{"tokens_per_forward": {"0": 1.0}}', "tokens_per_forward: .* at least 1 token"),
-        ('{"tokens_per_forward": {"1": 0.5}}', "tokens_per_forward: .* make them add up to 1"),
-        ('{"tokens_per_forward": {"1": 2, "2": -1}}', r"tokens_per_forward: .* in \[0, 1\]"),
-        ('{"tokens_per_forward": {}}', "tokens_per_forward: .* at least 1 item"),
-        ('{"tokens_per_forward": {"one": 1}}', "tokens_per_forward.one"),
-        ('{"tokens": {"1": 1}}', "tokens: unknown key"),
-    ],
-)
-def test_a_bad_acceptance_file_is_refused(
-    tmp_path: Path, content: str | None, message: str
-) -> None:
-    file = tmp_path / "acceptance.json"
-    if content is not None:
-        file.write_text(content, encoding="utf-8")
-    with pytest.raises(UserError, match=message):
-        read_acceptance(str(file))
 
 
 def test_untrained_weights_follow_from_the_seed(config: Path) -> None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from mars_platform.method.mode import Mode
-from mars_serve.bench.decode.workload import PAPER_ACCEPTANCE, Draws, agreeing, read_acceptance
+from mars_serve.bench.decode.workload import Draws, agreeing, paper_acceptance
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.execution.fault_isolation import Step
 from mars_serve.engine.outputs import StepOutput
@@ -20,9 +20,7 @@ class DrawingEngine(Engine):
     """
 
     def __init__(self, *arguments: Any, draws: Draws | None = None, **options: Any) -> None:
-        self.draws = draws or Draws(
-            read_acceptance(PAPER_ACCEPTANCE), agreeing(_AGREEMENT, _MOST_DRAFTS), _SEED
-        )
+        self.draws = draws or Draws(paper_acceptance(), agreeing(_AGREEMENT, _MOST_DRAFTS), _SEED)
         """Distributions to draw from; may be set between requests."""
         super().__init__(*arguments, draw_accepted=self._draw, **options)
 

@@ -28,14 +28,13 @@ from mars_serve.bench.decode.contenders import (
 )
 from mars_serve.bench.decode.models import BenchModel, trained_model, untrained_model
 from mars_serve.bench.decode.workload import (
-    PAPER_ACCEPTANCE,
     BenchRequest,
     Draws,
     RaggedShape,
     agreeing,
     generated_requests,
+    paper_acceptance,
     prompted_requests,
-    read_acceptance,
     requests_in_run,
 )
 from mars_serve.bench.options import ContenderName, DecodeOptions
@@ -183,9 +182,9 @@ def _default_dtype(options: DecodeOptions) -> NumberType:
 
 
 def _draws(model: BenchModel, options: DecodeOptions) -> Draws | None:
-    if (options.acceptance, options.untrained, options.agreement) == (None, None, None):
+    if options.untrained is None and options.agreement is None:
         return None
-    acceptance = read_acceptance(options.acceptance or PAPER_ACCEPTANCE)
+    acceptance = paper_acceptance()
     if options.agreement is None:
         return Draws(acceptance, acceptance, options.seed)
     assert model.checkpoint.metadata is not None
