@@ -12,12 +12,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from io import BytesIO
 from pathlib import Path
-from typing import BinaryIO, Literal, cast
+from typing import Any, BinaryIO, Literal, TypeVar, cast
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -34,6 +36,9 @@ _ID = re.compile(r"[0-9a-f]{32}")
 _COUNT_S = 60.0
 """Seconds for which the sizes of a key's objects are known, but for what is written here."""
 
+_NUM_THREADS = 16
+
+_Found = TypeVar("_Found")
 OnFull = Literal["refuse", "drop_oldest", "exceed"]
 
 
@@ -75,6 +80,7 @@ class ObjectStorage:
         assert settings.path is not None
         self.settings = settings
         self._clock = clock
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "storage")
         self._usage = dict[str, _Usage]()
         path = settings.path
         try:
@@ -92,6 +98,14 @@ class ObjectStorage:
                 f"storage.path: {path} cannot be used ({one_line(error)}); name a directory or a "
                 "URL that can be written"
             ) from error
+
+    async def in_thread(self, work: Callable[..., _Found], *arguments: Any) -> _Found:
+        """Call what waits for the storage in one of its threads.
+
+        Those of the event loop would be missing to requests where many wait for a slow storage.
+        """
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, partial(work, *arguments))
 
     async def put(
         self, tenant: str, kind: str, name: str, content: bytes, on_full: OnFull = "refuse"
@@ -113,7 +127,7 @@ class ObjectStorage:
         Raises:
             ApiError: status 429: the key has no room, and ``on_full`` is not to ``exceed``.
         """
-        return await asyncio.to_thread(self._put, tenant, kind, name, file, on_full)
+        return await self.in_thread(self._put, tenant, kind, name, file, on_full)
 
     async def get(self, tenant: str, kind: str, name: str) -> bytes | None:
         """Return an object's content; None if there is none, also for what is no id."""
@@ -121,7 +135,7 @@ class ObjectStorage:
 
     async def get_all(self, tenant: str, kind: str, ids: Iterable[str]) -> dict[str, bytes]:
         """Return the contents of some objects by their ids; those that do not exist are missing."""
-        return await asyncio.to_thread(self._get, tenant, kind, ids)
+        return await self.in_thread(self._get, tenant, kind, ids)
 
     def open(self, tenant: str, kind: str, name: str) -> BinaryIO:
         """Open an object to read it in pieces, in a thread of the caller's.
@@ -135,19 +149,19 @@ class ObjectStorage:
 
     async def names(self, tenant: str, kind: str) -> list[str]:
         """Return the ids of a kind's objects, the oldest first."""
-        return await asyncio.to_thread(self._names, tenant, kind)
+        return await self.in_thread(self._names, tenant, kind)
 
     async def delete(self, tenant: str, kind: str, name: str) -> bool:
         """Delete an object; return whether there was one."""
-        return await asyncio.to_thread(self._delete, tenant, kind, [name]) == 1
+        return await self.in_thread(self._delete, tenant, kind, [name]) == 1
 
     async def delete_all(self, tenant: str, kind: str, ids: Iterable[str]) -> None:
         """Delete some objects, as far as they exist."""
-        await asyncio.to_thread(self._delete, tenant, kind, ids)
+        await self.in_thread(self._delete, tenant, kind, ids)
 
     async def delete_expired(self) -> None:
         """Delete all objects of all keys that are older than the lifetime."""
-        await asyncio.to_thread(self._delete_expired)
+        await self.in_thread(self._delete_expired)
 
     def _path(self, tenant: str, kind: str, name: str) -> str:
         assert _ID.fullmatch(name), name

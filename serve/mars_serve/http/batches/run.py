@@ -117,6 +117,7 @@ class BatchRun:
         self._name = name
         self._record = record
         self._lease = lease
+        self._in_thread = store.files.storage.in_thread
         self._means = means
         self._gate = Gate(means.num_slots)
         self._done = set[int]()
@@ -159,7 +160,7 @@ class BatchRun:
 
     async def _work(self) -> None:
         try:
-            (await asyncio.to_thread(self._input)).close()
+            (await self._in_thread(self._input)).close()
         except FileNotFoundError:
             reason = "the input file is gone; upload it and create the batch again"
             await self._fail([LineError("input_file_gone", reason)])
@@ -191,7 +192,7 @@ class BatchRun:
             with self._input() as file:
                 return check_lines(file, record.endpoint, limits.body_bytes, limits.body_values)
 
-        total, errors = await asyncio.to_thread(check)
+        total, errors = await self._in_thread(check)
         if errors:
             await self._fail(errors)
             return False
@@ -256,10 +257,10 @@ class BatchRun:
                 await lines.put(None)
 
     async def _unanswered(self) -> AsyncGenerator[tuple[int, bytes]]:
-        file = await asyncio.to_thread(self._input)
+        file = await self._in_thread(self._input)
         numbered = numbered_lines(file, self._means.limits.body_bytes)
         try:
-            while some := await asyncio.to_thread(lambda: list(islice(numbered, _READ_LINES))):
+            while some := await self._in_thread(lambda: list(islice(numbered, _READ_LINES))):
                 for number, content in some:
                     if number not in self._done:
                         yield number, content
@@ -286,7 +287,7 @@ class BatchRun:
     async def _answer(self, content: bytes) -> tuple[int, bytes]:
         """Return the status of a line's answer, and its line in the output."""
         limits = self._means.limits
-        line = await asyncio.to_thread(parse_line, content, limits.body_bytes, limits.body_values)
+        line = await self._in_thread(parse_line, content, limits.body_bytes, limits.body_values)
         response = await self._response(line)
         request_id = response.headers.get("x-request-id")
         return response.status_code, answer_line(

@@ -207,8 +207,8 @@ def _object(files: FileStore, name: str, record: FileRecord) -> FileObject:
 
 
 async def _pieces(files: FileStore, tenant: str, name: str) -> AsyncGenerator[bytes]:
-    with await asyncio.to_thread(files.open, tenant, name) as file:
-        while piece := await asyncio.to_thread(file.read, _PIECE_BYTES):
+    with await files.storage.in_thread(files.open, tenant, name) as file:
+        while piece := await files.storage.in_thread(file.read, _PIECE_BYTES):
             yield piece
 
 
