@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic_core import to_json
 
 from mars_platform.data.client_text import strings_in
-from mars_serve.api.errors import ApiError, invalid_value
+from mars_serve.api.errors import TOO_LONG, ApiError, invalid_value
 from mars_serve.api.messages import ChatMessage, PastAssistantMessage, RefusalPart, Tool
 from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import LimitSettings
@@ -182,7 +182,7 @@ def most_reported(num_outputs: int, num_likely: int) -> int:
 
 def too_long(where: str, reason: str) -> ApiError:
     """Return the error for a prompt that is too long for the model or this server."""
-    return invalid_value(where, reason, code="context_length_exceeded")
+    return invalid_value(where, reason, code=TOO_LONG)
 
 
 def check_arguments(messages: Sequence[ChatMessage]) -> None:

@@ -7,6 +7,8 @@ from itertools import islice
 from reprlib import Repr
 from typing import Any
 
+TOO_LONG = "context_length_exceeded"
+"""Code of the error for a prompt that is too long, at which agents shorten the conversation."""
 _MAX_MESSAGE = 1000
 """Longest error message in characters: a message may quote megabytes that the client sent."""
 _MAX_SHOWN = 80

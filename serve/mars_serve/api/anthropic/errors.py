@@ -5,7 +5,7 @@ Source: Anthropic API reference, "Errors".
 
 from typing import Any
 
-from mars_serve.api.errors import ApiError
+from mars_serve.api.errors import TOO_LONG, ApiError
 
 PATH = "/v1/messages"
 """Path at which, and below which, clients speak the Messages API."""
@@ -30,6 +30,8 @@ def error_body(error: ApiError, request_id: str | None = None) -> dict[str, Any]
     """Return the body of an error's response, or the content of a stream's event."""
     other = "invalid_request_error" if error.status < 500 else "api_error"
     message = error.body()["error"]["message"]
+    if error.code == TOO_LONG:
+        message = f"prompt is too long: {message}"  # Claude Code then shortens the conversation
     detail = {"type": _TYPES.get(error.status, other), "message": message}
     body = {"type": "error", "error": detail}
     return body if request_id is None else {**body, "request_id": request_id}
