@@ -71,7 +71,7 @@ def test_fields_beyond_anthropics_are_sent_and_returned(client):
     ("changed", "kind"),
     [
         ({"model": "nobody"}, anthropic.NotFoundError),
-        ({"temperature": 3}, anthropic.BadRequestError),
+        ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError),
         (
             {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
             anthropic.BadRequestError,
