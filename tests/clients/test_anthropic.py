@@ -62,6 +62,23 @@ def test_a_tool_is_called_and_its_result_goes_back(client, is_streamed):
     assert answer.content
 
 
+def test_the_tool_runner_sends_the_whole_conversation(client):
+    ran = []
+
+    def run(zone):
+        ran.append(zone)
+        return f"noon {zone}"
+
+    tool = anthropic.beta_tool(run, name="clock", description="The time", input_schema=SCHEMA)
+    body = {**BODY, "tools": [tool], "max_tokens": 200, "tool_choice": {"type": "any"}}
+    first, second = client.beta.messages.tool_runner(**body, max_iterations=2)
+    assert ran[0] in ("UTC", "CET")
+    first, second = (
+        m.usage.input_tokens + m.usage.cache_read_input_tokens for m in (first, second)
+    )
+    assert second > first, "by default the client would have the server keep the first message"
+
+
 def test_fields_beyond_anthropics_are_sent_and_returned(client):
     made = client.messages.create(**BODY, extra_body={"mode": "ar"})
     assert made.model_extra["mars"]["forward_passes"] == made.usage.output_tokens

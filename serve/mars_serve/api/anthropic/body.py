@@ -172,11 +172,13 @@ class ConversationRequest(DecodingRequest):
     template decides which thinking it repeats, and others are refused."""
     neutral: ClassVar[Mapping[str, Neutral]] = {
         **DecodingRequest.neutral,
+        "compaction": Neutral((), "the server summarises nothing; ask for a summary in messages"),
         "container": Neutral((), "the server runs no code"),
         "mcp_servers": Neutral(([],), "the server calls none; give their tools as tools"),
         "inference_geo": Neutral((), "the server does not know where it runs"),
         "speed": Neutral(("standard",), "tiers decide; use service_tier"),
         "diagnostics": Neutral((), "no request is compared with an earlier one"),
+        "thread": Neutral((), "the server keeps no conversations; send all messages"),
         "output_format": Neutral((), "output_config has replaced it; use output_config.format"),
     }
 

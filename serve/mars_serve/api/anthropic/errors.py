@@ -32,6 +32,8 @@ def error_body(error: ApiError, request_id: str | None = None) -> dict[str, Any]
     message = error.body()["error"]["message"]
     if error.code == TOO_LONG:
         message = f"prompt is too long: {message}"  # Claude Code then shortens the conversation
-    detail = {"type": _TYPES.get(error.status, other), "message": message}
+    detail: dict[str, Any] = {"type": _TYPES.get(error.status, other), "message": message}
+    if error.param == "thread":  # the client's tool runner then sends all messages itself
+        detail["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     body = {"type": "error", "error": detail}
     return body if request_id is None else {**body, "request_id": request_id}

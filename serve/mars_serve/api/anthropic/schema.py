@@ -15,6 +15,8 @@ class MessagesErrorDetail(Shape):
 
     type: str
     message: str
+    details: dict[str, Any] | None = None
+    """What the client needs to go on without the refused field."""
 
 
 class MessagesError(Shape):

@@ -396,6 +396,15 @@ async def refusal(
     return error.error.message
 
 
+async def test_the_client_is_told_to_send_all_messages_itself(client):
+    response = await client.post(MESSAGES, json={**BODY, "thread": {"type": "create"}})
+    assert response.status_code == 400
+    error = MessagesError.model_validate(response.json()).error
+    assert error.message.startswith("thread: ")
+    # anthropic's threads and tool runner read this, as of client version 2
+    assert error.details == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+
 IMAGE = block("image", source={"type": "url", "url": "http://x"})
 
 
@@ -433,6 +442,7 @@ IMAGE = block("image", source={"type": "url", "url": "http://x"})
         ({"stop_sequences": ["a"] * 17}, "stop_sequences: "),
         ({"speed": "fast"}, "speed: "),
         ({"mcp_servers": [{}]}, "mcp_servers: "),
+        ({"compaction": {"type": "summary"}}, "compaction: "),
         ({"context_management": {"edits": [block("compact_20260112")]}}, "context_management."),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"a": float}}}}, ""),
     ][:-1],
