@@ -254,7 +254,7 @@ def errors_described(
     }
 
 
-def generation_described(model: type[GenerationResponse]) -> dict[int | str, dict[str, Any]]:
+def generation_described(model: type[Shape]) -> dict[int | str, dict[str, Any]]:
     """Describe all responses of an endpoint that generates text in OpenAI's shapes."""
     return {**stream_described(model), **errors_described()}
 

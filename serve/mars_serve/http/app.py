@@ -27,12 +27,14 @@ from mars_serve.http.endpoints.information import information_router
 from mars_serve.http.endpoints.loras import loras_router
 from mars_serve.http.endpoints.messages import messages_router
 from mars_serve.http.endpoints.metrics import metrics_router
+from mars_serve.http.endpoints.responses import responses_router
 from mars_serve.http.endpoints.tokens import tokens_router
 from mars_serve.http.in_process import OwnRequests
 from mars_serve.http.middleware.errors import add_error_handlers
 from mars_serve.http.middleware.recording import RecordMiddleware
 from mars_serve.http.middleware.security import add_security
 from mars_serve.http.page_files import pages_router
+from mars_serve.http.stored_responses import StoredResponses
 from mars_serve.observability.ingress_telemetry import IngressTelemetry
 from mars_serve.storage.files import FileStore
 from mars_serve.storage.objects import ObjectStorage
@@ -94,6 +96,8 @@ def create_app(
     generator = Generator(models, settings.limits, threads, places)
     app.include_router(generation_router(generator))
     app.include_router(messages_router(generator))
+    kept = StoredResponses(storage, OwnRequests(app)) if storage else None
+    app.include_router(responses_router(generator, kept))
     app.include_router(tokens_router(models, settings.limits, threads))
     app.include_router(files_router(batches.files if batches else None, settings.limits))
     app.include_router(batches_router(batches))

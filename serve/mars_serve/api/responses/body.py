@@ -8,7 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Discriminator, Field, StringConstraints, Tag, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    ValidationError,
+)
+from pydantic_core import PydanticCustomError, to_json
 
 from mars_serve.api.bodies import Neutral, at_most
 from mars_serve.api.errors import invalid_value, unsupported_value
@@ -41,10 +50,22 @@ _FUNCTIONS_ONLY = "Only functions can be called; name one of the tools of type f
 _HINT = Annotated[str, Field(max_length=1024)]
 
 
+def _writable(value: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Refuse a schema that could not be repeated in the response."""
+    try:
+        to_json(value)
+    except ValueError as error:
+        raise PydanticCustomError(
+            "not_writable", "Schema holds a text that is no Unicode; leave it out"
+        ) from error
+    return value
+
+
 class FunctionTool(FunctionDefinition):
     """A function that the model may call."""
 
     type: Literal["function"]
+    parameters: Annotated[dict[str, Any] | None, AfterValidator(_writable)] = None
     allowed_callers: Any = None
     defer_loading: Any = None
     output_schema: Any = None

@@ -17,6 +17,7 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
+    TypeAdapter,
 )
 from pydantic_core import PydanticCustomError
 
@@ -194,11 +195,58 @@ Item = Annotated[
     | Annotated[OtherItem, Tag(OTHER)],
     by_type(_ITEMS, default="message-item"),
 ]
+_STORED = TypeAdapter[list[Item]](list[Item])
+_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "item_reference": "ref",
+}
+"""Beginnings of items' ids."""
+_FIRST_INPUT = 1_000_000
+"""Number in the id of a request's first item, behind those of all outputs."""
 Items = Annotated[
     list[Item],
     Field(max_length=MAX_MESSAGES, fail_fast=True),
     BeforeValidator(check_num_pieces),
 ]
+
+
+def read_items(stored: Sequence[Mapping[str, Any]]) -> list[Item]:
+    """Return stored items, which may be more than a request may have."""
+    return _STORED.validate_python(stored)
+
+
+def stored_items(items: Sequence[Item], response: str) -> list[dict[str, Any]]:
+    """Return items in their long forms, with ids, as they are stored with a response and listed.
+
+    Args:
+        items: The items of a request.
+        response: Part of the response's id that items without one have in theirs.
+    """
+    found = []
+    for number, item in enumerate(items):
+        entry = item.model_dump(exclude_none=True, exclude={"phase"}) | {"status": "completed"}
+        entry.setdefault("id", f"{_PREFIXES[item.type]}_{response}_{_FIRST_INPUT + number}")
+        if isinstance(item, MessageItem):
+            kind = "output_text" if item.role == "assistant" else "input_text"
+            parts = item.content
+            if isinstance(parts, str):
+                parts = [MessageText(type="text", text=parts)]
+            entry["content"] = [_stored_part(each, kind) for each in parts]
+        elif isinstance(item, ResultItem) and isinstance(item.output, list):
+            entry["output"] = [_stored_part(each, "input_text") for each in item.output]
+        found.append(entry)
+    return found
+
+
+def _stored_part(part: MessageText | RefusalPart | OtherPart, kind: str) -> dict[str, Any]:
+    if not isinstance(part, MessageText):
+        return part.model_dump()
+    if kind == "input_text":
+        return {"type": kind, "text": part.text}
+    return {"type": kind, "text": part.text, "annotations": [], "logprobs": []}
 
 
 def name_within(namespace: str | None, name: str) -> str:

@@ -19,7 +19,7 @@ from mars_serve.api.outgoing.answer import Answer
 from mars_serve.api.outgoing.choices import CallPart, Delta, Piece, ReportedToken, Thought
 from mars_serve.api.outgoing.events import sse
 from mars_serve.api.outgoing.logprobs import chat_logprobs
-from mars_serve.api.responses.body import OtherTool, ResponsesRequest
+from mars_serve.api.responses.body import AnyTool, FunctionTool, OtherTool, ResponsesRequest
 from mars_serve.engine.decoding_options import Span
 
 _LENGTH = "length"
@@ -259,7 +259,7 @@ def echo_of(body: ResponsesRequest) -> dict[str, Any]:
         "temperature": body.temperature or 0.0,
         "text": {"format": form, "verbosity": "medium"},
         "tool_choice": "auto" if body.tool_choice is None else _dumped(body.tool_choice),
-        "tools": [_dumped(each) for each in body.tools or () if not isinstance(each, OtherTool)],
+        "tools": _echoed_tools(body.tools or ()),
         "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": body.truncation or "disabled",
@@ -272,6 +272,23 @@ def error_of(problem: ApiError) -> dict[str, Any]:
     """Return the error of a response that failed."""
     body = problem.body()["error"]
     return {"code": _CODES.get(problem.status, "server_error"), "message": body["message"]}
+
+
+def _echoed_tools(tools: Sequence[AnyTool]) -> list[dict[str, Any]]:
+    """Return the tools that the model is told about."""
+    unused = {"allowed_callers", "defer_loading", "output_schema"}
+    return [
+        {**each.model_dump(exclude=unused), "strict": bool(each.strict)}
+        if isinstance(each, FunctionTool)
+        else {
+            "type": each.type,
+            "name": each.name,
+            "description": each.description or "",
+            "tools": _echoed_tools(each.tools),
+        }
+        for each in tools
+        if not isinstance(each, OtherTool)
+    ]
 
 
 def _dumped(value: Any) -> Any:

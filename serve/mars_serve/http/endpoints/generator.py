@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -63,6 +63,8 @@ class Dialect:
     """Client's names of fields of the translated body, where they differ, for error messages."""
     most_tokens: int | None = None
     """Largest number of output tokens; unlike that of a chat it is lowered to what fits."""
+    keep: Callable[[], Awaitable[None]] | None = None
+    """Called when all is generated, before the client learns that it is."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,14 @@ class Generator:
         headers = self.unknown.report(dialect.source.unknown_fields, record)
         return JSONResponse({"input_tokens": len(tokens)}, headers=headers)
 
+    async def check(self, body: ChatCompletionRequest, request: Request, dialect: Dialect) -> None:
+        """Refuse by an `ApiError` a conversation that `chat` would refuse."""
+        with renaming(dialect.names):
+            call = self._begin(body, request, dialect)
+            size = size_of(body, call.load.size)
+            await self.threads.read(call.load, size, lambda: call.read_chat(body))
+        call.record.prompt_tokens = None  # they are charged when they are read to be answered
+
     def _begin(
         self, body: GenerationRequest, request: Request, dialect: Dialect, num_prompts: int = 1
     ) -> _Call:
@@ -168,6 +178,8 @@ class Generator:
         call.record.finish_reason = deltas[-1][-1].finish_reason
         size = answer.size_of(deltas)
         body = await self.threads.write(call.caller, size, lambda: writer.whole(deltas))
+        if call.dialect.keep:
+            await call.dialect.keep()
         return Response(body, media_type="application/json", headers=headers)
 
 
@@ -404,6 +416,8 @@ async def _events(call: _Call, answer: Answer, writer: Writer) -> AsyncGenerator
                     begun = b"" if has_begun else writer.begin()
                     yield begun + writer.events(delta)
                     has_begun = True
+        if call.dialect.keep:
+            await call.dialect.keep()
     except Exception as error:
         problem = call.problem(error, answer)
         if not has_begun:
