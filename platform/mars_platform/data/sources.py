@@ -9,6 +9,7 @@ from mars_platform.errors import UserError, one_line
 
 _HUB = "hub:"
 _PASSWORD = re.compile(r"(://[^/@:\s\"]*:)[^/@\s\"]+@")
+_KEY = re.compile(r"(?i)([?&][\w-]*(?:key|password|secret|sig|signature|token)=)[^&\s\"]+")
 _PARTS = re.compile(r"([^@:]+)(?:@([^:]+))?(?::(?:([^/:]+)/)?([^/:]+))?")
 
 
@@ -18,8 +19,8 @@ def is_remote(source: str) -> bool:
 
 
 def without_passwords(text: str) -> str:
-    """Return a text in which three asterisks stand for the password of each URL."""
-    return _PASSWORD.sub(r"\1***@", text)
+    """Return a text in which three asterisks stand for passwords, keys and signatures in URLs."""
+    return _KEY.sub(r"\1***", _PASSWORD.sub(r"\1***@", text))
 
 
 def is_of_hub(source: str) -> bool:

@@ -162,7 +162,7 @@ CASES: dict[str, tuple[list[Work], dict[str, str]]] = {
             lambda text: records._UNSAFE.sub("?", text),
             lambda text: re.fullmatch(r"\w+", text),
         ],
-        {**TEXTS, "urls": "://:"},
+        {**TEXTS, "urls": "://:", "queries": "?token"},
     ),
     "choices": (
         [

@@ -15,7 +15,9 @@ from mars_autoscale.model.frontier import write_frontier
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.checkpoint.manifest import MANIFEST, describe_all
 from mars_platform.cli.main import run
+from mars_train.recipe import Recipe
 from mars_train.run.model_card import model_card
+from mars_train.run.stages import _provenance
 from mars_train.stage.history import TrainingHistory
 from stage_runs import write_start
 
@@ -137,6 +139,17 @@ def test_a_card_says_what_was_trained_and_measured(trained):
     assert str(trained.parent) not in card
 
 
+def test_a_directory_that_looks_like_a_hub_id_is_not_on_the_card(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    content = {"data": {"train": ["rows.jsonl"]}, "stages": [STAGE], "output": "out"}
+    recipe = Recipe.model_validate({**content, "model": {"base": "some/base"}})
+    for directory, is_named in ((tmp_path / "absent", True), (tmp_path / "some" / "base", False)):
+        directory.mkdir(parents=True)
+        metadata = {"block_size": 4, "provenance": _provenance(recipe, recipe.stages[0])}
+        (tmp_path / "mars.json").write_text(json.dumps(metadata))
+        assert ("base_model: some/base" in model_card(tmp_path)) == is_named
+
+
 def test_a_card_says_how_to_serve_each_kind_of_adapter(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     for metadata, command in {
@@ -176,6 +189,7 @@ def test_a_damaged_download_leaves_nothing(hub, trained, tmp_path, capsys):
     [
         ("more.json", "{}", "more.json is not listed in manifest.json"),
         ("README.md", "s3://me:word@host/data", "has a URL with a password"),
+        ("README.md", '"https://host/rows?a=1&X-Amz-Signature=0f"', "password, key or signature"),
     ],
 )
 def test_unlisted_files_and_passwords_are_not_sent(hub, trained, capsys, name, content, problem):

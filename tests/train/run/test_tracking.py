@@ -1,12 +1,15 @@
 import struct
+import threading
 from io import StringIO
 
 import pytest
+from accelerate.tracking import TensorBoardTracker
 from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event
 
 from mars_platform.errors import UserError
 from mars_train.recipe import Recipe
+from mars_train.run import tracking
 from mars_train.run.run_directory import RunDirectory
 from mars_train.run.tracking import _flat, tracked
 from mars_train.stage.progress import Figures
@@ -71,6 +74,27 @@ def test_a_tracker_that_fails_is_left_out_with_one_warning(tmp_path):
     assert printed.startswith("warning: tensorboard gets no more figures: ")
     assert printed.count("warning") == 1
     assert scalars(directory.path) == [("ar/loss", 1, 2.0)]
+
+
+def test_figures_whose_sending_cannot_be_noted_are_the_last(tmp_path):
+    directory = directory_of(tmp_path / "run", ["tensorboard"])
+    console = Console(file=StringIO(), width=1000)
+    with tracked(directory, console) as send:
+        (directory.path / "tracking.json").unlink()
+        (directory.path / "tracking.json").mkdir()
+        for each in ROWS:
+            send([each])
+    assert console.file.getvalue().count("warning: tensorboard gets no more figures: ") == 1
+    assert scalars(directory.path) == [("ar/eval/loss", 0, 3.0)]
+
+
+def test_a_tracker_that_hangs_does_not_hold_up_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracking, "_END_S", 0.05)
+    goes_on = threading.Event()
+    monkeypatch.setattr(TensorBoardTracker, "finish", lambda _: goes_on.wait(5))
+    printed = track(directory_of(tmp_path / "run", ["tensorboard"]), ROWS[:1])
+    goes_on.set()
+    assert "warning: trackers did not end within 0.05 s" in printed
 
 
 def test_a_tracker_that_does_not_start_is_refused(tmp_path):

@@ -113,7 +113,8 @@ def _listed_files(directory: Path) -> list[str]:
     for name in {METADATA_FILE, CARD_FILE} & set(names):
         text = (directory / name).read_text(encoding="utf-8", errors="replace")
         if without_passwords(text) != text:
-            raise UserError(f"{directory / name}: it has a URL with a password; take it out first")
+            problem = "it has a URL with a password, key or signature; take it out first"
+            raise UserError(f"{directory / name}: {problem}")
     return names
 
 

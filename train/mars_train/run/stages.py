@@ -397,8 +397,11 @@ def _fitted(trainer: TorchTrainer, stage: TrainedStage) -> Result:
 
 
 def _provenance(recipe: Recipe, stage: Stage) -> dict[str, Any]:
+    content, base = recipe.model_dump(mode="json"), recipe.model.base
+    if base and Path(base).exists() and not Path(base).is_absolute():
+        content["model"]["base"] = f"./{base}"  # a directory "a/b" would look like a hub id
     return {
-        "recipe": recipe.model_dump(mode="json"),
+        "recipe": content,
         "stage": stage.name,
         "versions": {
             "marsray": __version__,

@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 from accelerate import PartialState
@@ -30,6 +32,8 @@ from mars_train.run.run_directory import RunDirectory
 from mars_train.stage.progress import Figures
 
 _STATE_FILE, _LOGS = "tracking.json", "tracking"
+_END_S = 30.0
+"""Longest time in seconds that the end of a command waits for its trackers."""
 
 Send = Callable[[Sequence[Figures]], None]
 """Takes the figures of a run's steps, which are counted over all stages."""
@@ -57,16 +61,30 @@ def tracked(directory: RunDirectory, console: Console) -> Iterator[Send]:
     if settings is None:
         yield lambda _: None
         return
-    with ThreadPoolExecutor(1, thread_name_prefix="tracking") as thread:  # MLflow's runs need one
-        run = thread.submit(_Run.start, directory, settings, console).result()
+    started, waiting = Future[_Run](), SimpleQueue[Sequence[Figures] | None]()
 
-        def send(figures: Sequence[Figures]) -> None:
-            thread.submit(run.send, figures)
-
+    def work() -> None:
         try:
-            yield send
-        finally:
-            thread.submit(run.finish)
+            started.set_result(_Run.start(directory, settings, console))
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        while (figures := waiting.get()) is not None:
+            started.result().send(figures)
+        started.result().finish()
+
+    # MLflow's runs need one thread, and an executor's would hold up the end of the process
+    thread = Thread(target=work, name="tracking", daemon=True)
+    thread.start()
+    started.result()
+    try:
+        yield waiting.put
+    finally:
+        waiting.put(None)
+        thread.join(_END_S)
+        if thread.is_alive():
+            text = f"warning: trackers did not end within {_END_S:g} s; the last figures may lack"
+            say(console, text, style="yellow")
 
 
 @dataclass
@@ -139,7 +157,11 @@ class _Run:
             for name in list(self.running) if new else ():
                 self._attempt(name, "log", new, each.step)
         self.state = self.state.model_copy(update={"sent": sent})
-        self._keep_state()
+        try:
+            self._keep_state()
+        except OSError as error:  # a resumed run would send figures twice
+            for name in list(self.running):
+                self._leave_out(name, error)
 
     def finish(self) -> None:
         """End the runs at all trackers."""
@@ -150,11 +172,13 @@ class _Run:
         try:
             getattr(self.running[name], act)(*arguments)
         except Exception as error:  # trackers raise errors of many types
-            failed = self.running.pop(name)
-            text = f"warning: {name} gets no more figures: {one_line(error)}; training goes on"
-            say(self.console, text, style="yellow")
-            with suppress(Exception):  # it may be beyond ending, too
-                failed.finish()
+            self._leave_out(name, error)
+
+    def _leave_out(self, name: str, error: Exception) -> None:
+        text = f"warning: {name} gets no more figures: {one_line(error)}; training goes on"
+        say(self.console, text, style="yellow")
+        with suppress(Exception):  # it may be beyond ending, too
+            self.running.pop(name).finish()
 
     def _keep_state(self) -> None:
         with replacing(self.directory.path / _STATE_FILE) as partial:
