@@ -173,7 +173,7 @@ class BatchRun:
         await self._see_end()
         await self._answer_until_ended()
         await self._write()
-        await self._finish()
+        await self._finish(self._outcome)
 
     async def _fail(self, errors: list[LineError]) -> None:
         self._record.errors = errors
@@ -334,16 +334,16 @@ class BatchRun:
                         seen.add(int(number))
                         yield int(number), is_right == b"1", answer
 
-    async def _finish(self) -> None:
+    async def _finish(self, outcome: Outcome) -> None:
         """Make the output and error files of all answers, and end the batch."""
         record, files = self._record, self._store.files
-        if self._outcome == "completed":
+        if outcome == "completed":
             record.enter("finalizing")
             await self._store.update(self._name, record)
         with TemporaryFile() as output, TemporaryFile() as errors:
             async for _, is_right, answer in self._kept():
                 (output if is_right else errors).write(answer + b"\n")
-            if self._outcome == "expired":
+            if outcome == "expired":
                 await self._add_expired(errors)
             record.has_output, record.has_errors = output.tell() > 0, errors.tell() > 0
             for name, file, kind in (
@@ -355,7 +355,7 @@ class BatchRun:
                     await files.add(
                         record.tenant, name, file, filename, "batch_output", on_full="exceed"
                     )
-        await self._end(self._outcome)
+        await self._end(outcome)
 
     async def _add_expired(self, errors: IO[bytes]) -> None:
         """Add an error for each line that has no answer, and count them as failed."""
