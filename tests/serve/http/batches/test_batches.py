@@ -205,7 +205,7 @@ async def test_a_cancelled_batch_keeps_what_was_answered(make_app):
         cancelled = await client.batches.cancel(batch.id)
         assert (cancelled.status, cancelled.cancelled_at) == ("cancelling", None)
         assert (await client.batches.retrieve(batch.id)).status == "cancelling"
-        async with running(make_app()):
+        async with running(make_app(objects_per_key=1)):
             batch = await until_ended(client, batch.id)
         assert (batch.status, batch.completed_at) == ("cancelled", None)
         assert batch.created_at <= batch.cancelling_at <= batch.cancelled_at
