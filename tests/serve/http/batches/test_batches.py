@@ -288,9 +288,9 @@ async def test_keys_see_their_own_alone_and_removed_ones_end_their_batches(make_
             await created(a, jsonl(line("z")))
         assert full.value.body["code"] == "storage_full"
         async with running(make_app(keys=({"key": "b"},))):
-            while (await a.batches.retrieve(batch.id)).status != "failed":
-                await asyncio.sleep(0.02)
-        (error,) = (await a.batches.retrieve(batch.id)).errors.data
+            ended = await until_ended(a, batch.id)
+        (error,) = ended.errors.data
+        assert ended.status == "failed"
         assert error.code == "invalid_api_key"
         assert (await a.files.delete(file_id)).deleted
         with pytest.raises(openai.NotFoundError):
@@ -344,7 +344,7 @@ async def test_uploads_are_refused_that_are_no_files_of_a_batch(make_app):
 
         async def unmeasured():
             yield b"--x\r\ncontent-disposition: form-data; name=file; filename=f\r\n\r\n"
-            while True:
+            for _ in range(50):
                 yield bytes(10_000)
 
         headers = {"content-type": "multipart/form-data; boundary=x"}
