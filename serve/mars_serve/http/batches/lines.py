@@ -139,14 +139,18 @@ def _check_line(line: Line, endpoint: str, seen: set[bytes]) -> None:
         shown = clipped(line.url, _MOST_SHOWN)
         reason = f"url: it is {shown!r}, and the batch's endpoint is {endpoint}"
         raise LineProblem("mismatched_url", reason, "url")
-    if line.body.get("stream"):
-        reason = "stream: answers of a batch are whole; leave it out"
-        raise LineProblem("invalid_value", reason, "stream")
+    for field in ("stream", "background"):
+        if line.body.get(field):
+            reason = f"{field}: answers of a batch are whole; leave it out"
+            raise LineProblem("invalid_value", reason, field)
 
 
 def request_body(line: Line, tiers: Collection[str]) -> bytes:
-    """Return the body of a line's request, in tier flex where it names none and may have it."""
-    body = line.body
+    """Return the body of a line's request, in tier flex where it names none and may have it.
+
+    A response of a batch is in its file, and stored beside that only if the line says so.
+    """
+    body = {"store": False, **line.body} if line.url == "/v1/responses" else line.body
     if body.get("service_tier") is None and "flex" in tiers:
         body = {**body, "service_tier": "flex"}
     return to_json(body, inf_nan_mode="constants")

@@ -126,9 +126,15 @@ async def test_a_batch_answers_each_line_as_its_request_alone_would_be(make_app)
         assert [each.id async for each in await client.batches.list()] == [batch.id]
 
 
-async def test_lines_go_to_messages_in_their_own_form(make_app):
-    app, url = make_app(), "/v1/messages"
-    body = {"model": "mars", "max_tokens": 3, "messages": [{"role": "user", "content": "x"}]}
+@pytest.mark.parametrize(
+    ("url", "fields"),
+    [
+        ("/v1/messages", {"max_tokens": 3, "messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/responses", {"max_output_tokens": 3, "input": "x"}),
+    ],
+)
+async def test_lines_go_to_other_endpoints_in_their_own_form(make_app, url, fields):
+    app, body = make_app(), {"model": "mars", **fields}
     lines = [{"custom_id": "a", "method": "POST", "url": url, "body": body}]
     lines += [{**lines[0], "custom_id": "b", "body": {**lines[0]["body"], "temperature": 9}}]
     async with running(app), official_of(app) as client:
@@ -138,6 +144,7 @@ async def test_lines_go_to_messages_in_their_own_form(make_app):
         assert (right["custom_id"], right["response"]["status_code"]) == ("a", 200)
         assert (wrong["custom_id"], wrong["response"]["status_code"]) == ("b", 400)
         assert "temperature" in wrong["response"]["body"]["error"]["message"]
+        assert right["response"]["body"].get("store", False) is False
 
 
 async def test_two_ingresses_and_two_stops_answer_each_line_once(make_app):
@@ -243,6 +250,7 @@ async def test_errors_of_the_input_name_their_lines(make_app):
         line("url", url="/v1/completions"),
         {**line("method"), "method": "GET"},
         line("stream", stream=True),
+        line("background", background=True),
         "[" * 200 + "]" * 200,
         {"custom_id": "", "method": "POST", "url": CHAT, "body": {}},
         line("long", user="x" * 2000),
@@ -260,10 +268,11 @@ async def test_errors_of_the_input_name_their_lines(make_app):
             6: ("mismatched_url", "url"),
             7: ("invalid_value", "method"),
             8: ("invalid_value", "stream"),
-            9: ("body_too_large", None),
-            10: ("invalid_value", "custom_id"),
-            11: ("body_too_large", None),
-            12: ("invalid_value", "body"),
+            9: ("invalid_value", "background"),
+            10: ("body_too_large", None),
+            11: ("invalid_value", "custom_id"),
+            12: ("body_too_large", None),
+            13: ("invalid_value", "body"),
         }
         batch = await until_ended(client, (await created(client, b"\n\n")).id)
         assert [error.code for error in batch.errors.data] == ["empty_file"]
