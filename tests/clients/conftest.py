@@ -105,6 +105,7 @@ def served(
         # By default requests are decoded in mode exact: outputs do not depend on other requests.
         "models": [{"name": "mars", "path": str(model), "mode": "exact"}],
         "keys": {"file": str(folder / "keys.yaml")},
+        "storage": {"path": str(folder / "storage")},
     }
     (folder / "serve.yaml").write_text(yaml.safe_dump(settings))
     command = [python, "-m", "mars_platform", "serve", str(folder / "serve.yaml")]

@@ -9,6 +9,12 @@ from __future__ import annotations
 import schemathesis
 
 _MOST_TOKENS, _MOST_CHOICES = 6, 3
+_LENGTHS = {
+    "/v1/completions": "max_tokens",
+    "/v1/chat/completions": "max_tokens",
+    "/v1/responses": "max_output_tokens",
+    "/v1/messages": None,  # it demands a length
+}
 
 
 @schemathesis.hook
@@ -20,12 +26,14 @@ def before_call(context, case, kwargs):
     is_valid = case.meta.generation.mode.is_positive
     if isinstance(body["model"], str) and (body["model"] or is_valid):
         body["model"] = "mars"
-    if not case.path.endswith("/completions"):
+    if case.path not in _LENGTHS:
         return
-    body.setdefault("max_tokens", _MOST_TOKENS)
+    if field := _LENGTHS[case.path]:
+        body.setdefault(field, _MOST_TOKENS)
     for field, most in (
         ("max_tokens", _MOST_TOKENS),
         ("max_completion_tokens", _MOST_TOKENS),
+        ("max_output_tokens", _MOST_TOKENS),
         ("n", _MOST_CHOICES),
         ("best_of", _MOST_CHOICES),
     ):
