@@ -139,6 +139,15 @@ async def test_a_pass_of_thinking_text_and_calls_gives_blocks_in_order(replaying
         assert (message["stop_reason"], message["stop_sequence"]) == ("tool_use", None)
 
 
+async def test_each_block_of_thinking_is_signed_by_itself(replaying):
+    tokens = encoded("<think>hm</think>a<think>hm</think>b")
+    message = await both(replaying([[token] for token in tokens]), BODY)
+    assert kinds(message) == ["thinking", "text"] * 2
+    first, _, second, _ = message["content"]
+    assert first == second
+    assert first["signature"]
+
+
 OUTPUTS = ["a ", "<think>", "</think>", CALL, '<tool_call>\n{"name": "get", "arg', "é😀", "\n"]
 
 
