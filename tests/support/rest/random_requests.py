@@ -30,7 +30,7 @@ _SCALE = 3e-4
 """Factor of the weights by which earlier tokens count; their logits then differ by some tenths."""
 FAMILIES = {"byte-level": "qwen", "byte-fallback": "llama 2"}
 """Families of tokenizers, by how they write the bytes of what has no token of its own."""
-_TEMPLATE = SHORT_TOOL_TEMPLATE + "{% if opens_thinking %}<think>\n{% endif %}"
+_TEMPLATE = SHORT_TOOL_TEMPLATE + "{% if enable_thinking %}<think>\n{% endif %}"
 _MARKERS = "<tool_call>", "</tool_call>", "<think>", "</think>"
 _CALL_HEAD = '{"name": "get", "arguments": {"'
 """A token of the models, as calls begin with it; larger vocabularies have such ones, too."""
@@ -217,7 +217,7 @@ def draw_request(source: random.Random, tokenizer: PreTrainedTokenizerBase) -> d
         **body,
         **continued,
         "messages": messages,
-        **({} if continued else maybe(0.4, chat_template_kwargs={"opens_thinking": True})),
+        **({} if continued else maybe(0.4, chat_template_kwargs={"enable_thinking": True})),
         **maybe(0.3, logprobs=True, top_logprobs=pick(0, 2)),
         **maybe(0.2, thinking_token_budget=source.randint(0, 12)),
         **pick({"return_token_ids": True}, {"include_reasoning": False}, {}),
