@@ -130,9 +130,9 @@ class BatchStore:
 
     async def clear(self, tenant: str, name: str) -> None:
         """Delete what a batch that has ended no longer needs."""
-        await self._storage.delete(_SERVER, _LEASES, name)
-        await self._storage.delete(tenant, _CANCELS, name)
         await self._storage.delete_all(tenant, _parts(name), await self.parts(tenant, name))
+        await self._storage.delete(tenant, _CANCELS, name)
+        await self._storage.delete(_SERVER, _LEASES, name)  # last, so that this is done again
 
     async def put_part(self, tenant: str, name: str, content: bytes) -> None:
         """Keep some answers of a batch."""

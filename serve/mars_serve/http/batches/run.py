@@ -126,6 +126,8 @@ class BatchRun:
         """Answers that are not written yet."""
         self._part_bytes = 0
         self._writing = asyncio.Lock()
+        self._told = (0, 0)
+        """Counts in the record that was written last."""
         self._is_ending = asyncio.Event()
         self._outcome: Outcome = "completed"
 
@@ -153,10 +155,10 @@ class BatchRun:
     async def _give_up(self) -> None:
         """Keep the answers so far, and let another process take the batch at once."""
         with suppress(Exception):  # it takes the batch later then
-            if await self._store.lease(self._name) == self._lease:
-                await self._write()
-                free = self._lease.model_copy(update={"owner": ""})
-                await self._store.put_lease(self._name, free)
+            await self._hold()
+            await self._write()
+            free = self._lease.model_copy(update={"owner": ""})
+            await self._store.put_lease(self._name, free)
 
     async def _work(self) -> None:
         try:
@@ -180,6 +182,7 @@ class BatchRun:
         await self._end("failed")
 
     async def _end(self, outcome: Outcome) -> None:
+        await self._hold()
         self._record.enter(outcome)
         await self._store.update(self._name, self._record)
         await self._store.clear(self._record.tenant, self._name)
@@ -208,13 +211,22 @@ class BatchRun:
         """Say that this process is alive, write what is answered, and see whether to end."""
         while True:
             await asyncio.sleep(self._means.pace.beat_s)
-            if await self._store.lease(self._name) != self._lease:
-                raise LeaseLost(f"another process runs batch {self._name}")
+            await self._hold()
             beaten = self._lease.model_copy(update={"beat": self._lease.beat + 1})
             await self._store.put_lease(self._name, beaten)
             self._lease = beaten
             await self._write()
+            counts = (self._record.completed, self._record.failed)
+            if counts != self._told:
+                await self._store.update(self._name, self._record)
+                self._told = counts
             await self._see_end()
+
+    async def _hold(self) -> None:
+        """Raise `LeaseLost` if the batch is another process's by now, which may have ended it."""
+        lease = await self._store.lease(self._name)
+        if lease is None or lease.owner != self._lease.owner:
+            raise LeaseLost(f"another process runs batch {self._name}")
 
     async def _see_end(self) -> None:
         """End the answering of a batch that is cancelled or expired, or whose key is gone."""
@@ -312,12 +324,11 @@ class BatchRun:
             await asyncio.sleep(_retry_s(response))
 
     async def _write(self) -> None:
-        """Write the answers that are not written yet, and the record's counts."""
+        """Write the answers that are not written yet."""
         async with self._writing:
             part, self._part, self._part_bytes = self._part, [], 0
             if part:
                 await self._store.put_part(self._record.tenant, self._name, b"".join(part))
-                await self._store.update(self._name, self._record)
 
     async def _kept(self) -> AsyncGenerator[tuple[int, bool, bytes]]:
         """Yield number and kind of each line's first answer, and its line in the output."""
@@ -337,6 +348,7 @@ class BatchRun:
     async def _finish(self, outcome: Outcome) -> None:
         """Make the output and error files of all answers, and end the batch."""
         record, files = self._record, self._store.files
+        await self._hold()
         if outcome == "completed":
             record.enter("finalizing")
             await self._store.update(self._name, record)
@@ -345,6 +357,7 @@ class BatchRun:
                 (output if is_right else errors).write(answer + b"\n")
             if outcome == "expired":
                 await self._add_expired(errors)
+            await self._hold()
             record.has_output, record.has_errors = output.tell() > 0, errors.tell() > 0
             for name, file, kind in (
                 (record.output_file, output, "output"),
