@@ -47,7 +47,9 @@ class ApiError(Exception):
         if inner is None or inner not in names:
             return self
         name = names[inner]
-        if message.startswith(inner):
+        if "_" in inner:  # a name wherever it stands, which a plain word need not be
+            message = message.replace(inner, name)
+        elif message.startswith(inner):
             message = name + message.removeprefix(inner)
         return ApiError(
             self.status,

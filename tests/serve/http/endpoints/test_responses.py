@@ -150,11 +150,13 @@ async def test_the_cut_into_passes_changes_nothing(trained, client_over, seed):
     assert events[-1]["type"] == "response.completed"
 
 
-async def test_a_call_that_is_cut_is_incomplete(trained, client_over):
+@pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.STOP])
+async def test_a_call_that_is_cut_is_incomplete(trained, client_over, reason):
     ids = trained.tokenizer(CALL[:45], add_special_tokens=False)["input_ids"]
-    client = client_over(ReplayingBackend([ids], FinishReason.LENGTH), trained)
+    client = client_over(ReplayingBackend([ids], reason), trained)
     response = await client.answer(PATH, {**BODY, "tools": [TOOL]})
-    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    details = {"reason": "max_output_tokens"} if reason is FinishReason.LENGTH else None
+    assert response["incomplete_details"] == details
     assert [item["status"] for item in response["output"]] == ["incomplete"]
 
 
@@ -297,6 +299,8 @@ async def test_refusals_name_the_fields_of_the_body(client):
     assert message.startswith("input.1.type: Items are")
     schema = {"type": "json_schema", "name": "x", "schema": False}
     await client.refusal(PATH, {**BODY, "text": {"format": schema}}, 400, "text.format")
-    await client.refusal(PATH, {**BODY, "max_output_tokens": 10**6}, 400, "max_output_tokens")
+    most = {**BODY, "max_output_tokens": 10**6}
+    message = await client.refusal(PATH, most, 400, "max_output_tokens")
+    assert "lower max_output_tokens" in message
     response = await client.post(PATH, json={**BODY, "tools": [{"type": "web_search"}], "odd": 1})
     assert response.headers["X-Marsray-Unknown-Fields"] == "odd, tools.0.web_search"
