@@ -258,8 +258,8 @@ async def test_counts_agree_with_the_usage_and_name_cached_tokens(client):
 
 
 async def test_a_prompt_that_is_too_long_is_counted_and_not_answered(client):
-    body = {**BODY, "messages": [{"role": "user", "content": "Count! " * 60}]}
-    assert (await client.answer(COUNT, body))["input_tokens"] > 128
+    body = {**BODY, "messages": [{"role": "user", "content": "Count! " * 150}]}
+    assert (await client.answer(COUNT, body))["input_tokens"] > 256
     message = await refusal(client, body, 400, "invalid_request_error")
     assert message.startswith("prompt is too long: messages"), "Claude Code looks for these words"
 
