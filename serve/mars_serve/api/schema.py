@@ -16,6 +16,9 @@ from mars_serve.engine.decoding_options import Span
 Count = Annotated[int, Field(ge=0)]
 Logprob = Annotated[float, Field(le=0)]
 FinishReason = Literal["stop", "length", "tool_calls"]
+# Without a type, as readers disagree on whether it describes the stream or an event.
+EVENT_STREAM = {"schema": {"description": "Server-sent events."}}
+"""Content of an answer that is a stream, for FastAPI's ``responses``."""
 
 
 class Shape(BaseModel):
@@ -261,11 +264,9 @@ def generation_described(model: type[Shape]) -> dict[int | str, dict[str, Any]]:
 
 def stream_described(model: type[Shape]) -> dict[int | str, dict[str, Any]]:
     """Describe an answer that is a whole response or a stream of events."""
-    # Without a type, as readers disagree on whether it describes the stream or an event.
-    stream = {"schema": {"description": "Server-sent events, one a pass."}}
     success = {
         "model": model,
         "description": "The whole response, or a stream of it",
-        "content": {"text/event-stream": stream},
+        "content": {"text/event-stream": EVENT_STREAM},
     }
     return {200: success}

@@ -19,7 +19,7 @@ from fastapi.responses import Response
 
 from mars_platform import __version__
 from mars_serve.api.errors import ApiError
-from mars_serve.api.schema import errors_described
+from mars_serve.api.schema import EVENT_STREAM, errors_described
 from mars_serve.config.served import Picture, ServedModel
 from mars_serve.http.endpoints.event_stream import EventStream
 
@@ -127,7 +127,7 @@ def dashboard_router(models: Mapping[str, ServedModel]) -> APIRouter:
     @router.get(
         "/admin/dashboard/events",
         response_class=Response,
-        responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+        responses={200: {"content": {"text/event-stream": EVENT_STREAM}}},
     )
     async def dashboard_events(
         since_s: Annotated[int | None, Query(ge=0, le=2**40)] = None,

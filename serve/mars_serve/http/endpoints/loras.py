@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -51,11 +51,15 @@ class LoraLoad(LoraUnload):
 
 def loras_router(models: Mapping[str, ServedModel]) -> APIRouter:
     """Return the router of the endpoints that load and unload LoRA adapters."""
-    router = APIRouter(responses=errors_described(), default_response_class=PlainTextResponse)
+    success = {"content": {"text/plain": {"schema": {"type": "string"}}}}
+    # a plain Response, as errors are described in the type of content of the default one
+    router = APIRouter(
+        responses={200: success, **errors_described()}, default_response_class=Response
+    )
     changing = asyncio.Lock()
 
     @router.post(LOAD_LORA)
-    async def load(body: Annotated[LoraLoad, at_most(16)]) -> str:
+    async def load(body: Annotated[LoraLoad, at_most(16)]) -> Response:
         """Let requests name a LoRA adapter as their model; for administrators."""
         model, name = _base(models, body.base_model_name), body.lora_name
         async with changing:
@@ -70,10 +74,10 @@ def loras_router(models: Mapping[str, ServedModel]) -> APIRouter:
                 _check_name(models, model, name, in_place=body.load_inplace)
                 await _refresh(model, model.loras.with_change(name, lora))
         await _keep(model, name, lora)
-        return f"Success: LoRA adapter '{name}' added successfully."
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     @router.post(UNLOAD_LORA)
-    async def unload(body: Annotated[LoraUnload, at_most(16)]) -> str:
+    async def unload(body: Annotated[LoraUnload, at_most(16)]) -> Response:
         """Take a LoRA adapter away; requests that run with it go on. For administrators."""
         name = body.lora_name
         async with changing:
@@ -86,7 +90,7 @@ def loras_router(models: Mapping[str, ServedModel]) -> APIRouter:
             while name in model.loras.current:
                 await _refresh(model, model.loras.with_change(name, None))
         await _keep(model, name, None)
-        return f"Success: LoRA adapter '{name}' removed successfully."
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     return router
 
