@@ -25,7 +25,7 @@ class Caller:
     name: str
     """Name for logs and metrics; empty on a server without keys."""
     tenant: str = ""
-    """Group of callers that share cached prompt prefixes."""
+    """Group of callers that share cached prompt prefixes, and what is stored."""
     tiers: frozenset[str] = frozenset({"default", "flex", "priority"})
     """Values of ``service_tier`` that the caller may use."""
     min_threshold: float = 0.0

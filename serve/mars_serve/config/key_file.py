@@ -31,7 +31,8 @@ class KeyRights(Settings):
     requests_per_minute: int | None = Field(default=None, ge=1)
     """Generating requests allowed per minute; by default unlimited."""
     tenant: str | None = Field(default=None, max_length=128)
-    """Keys with the same tenant share cached prompt prefixes; by default a key shares with none."""
+    """Keys with the same tenant share cached prompt prefixes, files, batches and stored responses,
+    which each may read and delete; by default a key shares with none."""
     audit: bool = True
     """Whether outputs of this key may be decoded again to measure what faster decoding loses."""
     admin: bool = False

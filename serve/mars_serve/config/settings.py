@@ -285,7 +285,7 @@ def _absolute_or_url(path: str) -> str:
 
 
 class StorageSettings(Settings):
-    """What the server keeps for keys: files, batches and stored responses.
+    """Place and limits of what the server keeps for keys: files, batches and stored responses.
 
     Keys of one tenant share what they keep, and their limits.
     """

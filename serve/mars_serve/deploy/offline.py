@@ -10,12 +10,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, get_args
 
 import httpx
 import pyarrow as pa
@@ -34,6 +34,7 @@ from mars_serve.config.settings import (
 )
 from mars_serve.http.app import create_app
 from mars_serve.http.batches.lines import answer_line, unanswered_line
+from mars_serve.http.batches.records import Endpoint
 from mars_serve.http.in_process import OwnRequests
 from mars_serve.replica.engine_process import start_engine
 from mars_serve.replica.local_backend import LocalBackend
@@ -126,24 +127,33 @@ def _appending(output: Path) -> Iterator[tuple[BinaryIO, set[bytes]]]:
 
     The beginning of a line at its end, which a run has left that was killed, is cut off.
     """
-    try:
-        with output.open("a+b") as file:
+    with ExitStack() as held:
+        try:
+            file = held.enter_context(output.open("a+b"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.seek(0)
-            done, end = set[bytes](), 0
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                done.add(digest_of(from_json(line)["custom_id"]))
-                end += len(line)
-            file.truncate(end)
-            yield file, done
-    except BlockingIOError as error:
-        raise UserError(f"--output: another run writes {output}; wait for it to end") from error
-    except OSError as error:
-        raise UserError(f"--output: {output} cannot be written ({one_line(error)})") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"--output: {output} holds something else; name another file") from error
+            done = _answered_in(file)
+        except BlockingIOError as error:
+            reason = f"another run writes {output}; wait for it to end"
+            raise UserError(f"--output: {reason}") from error
+        except OSError as error:
+            raise UserError(f"--output: {output} cannot be written ({one_line(error)})") from error
+        except (ValueError, KeyError, TypeError) as error:
+            reason = f"{output} holds something else; name another file"
+            raise UserError(f"--output: {reason}") from error
+        yield file, done
+
+
+def _answered_in(file: BinaryIO) -> set[bytes]:
+    """Return the digests of a file's ids, and cut off a line that does not end."""
+    file.seek(0)
+    done, end = set[bytes](), 0
+    for line in file:
+        if not line.endswith(b"\n"):
+            break
+        done.add(digest_of(from_json(line)["custom_id"]))
+        end += len(line)
+    file.truncate(end)
+    return done
 
 
 def digest_of(name: str) -> bytes:
@@ -207,6 +217,9 @@ def request_of(name: str, number: int, content: bytes, fields: Fields) -> dict[s
     body, url = _body_of(row)
     if body is None:
         return {**request, "problem": "the row has no body, messages or prompt"}
+    if url not in get_args(Endpoint):
+        endpoints = ", ".join(get_args(Endpoint))
+        return {**request, "problem": f"url: it names none of {endpoints}; leave it out"}
     return {**request, "url": url, "body": to_json({**fields, **body})}
 
 

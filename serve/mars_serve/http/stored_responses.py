@@ -11,6 +11,7 @@ import asyncio
 import logging
 import re
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,12 @@ _CANCEL_S = 6.0
 """Seconds for which one waits for a response to be cancelled elsewhere."""
 _WAIT_S = 3600.0
 """Seconds for which a response in the background waits for a place."""
+_MOST_RUNNING, _MOST_OF_KEY = 256, 32
+"""Most responses in the background of a replica, and of one key there."""
+_MOST_NAMED = 16
+"""Most responses whose items a request may name."""
+_ROOM_BYTES = 2**20
+"""Room for a response that is there before it is generated."""
 _RUNNING = ("queued", "in_progress")
 _RESPONSE = re.compile("resp_([0-9a-f]{32})")
 _ITEM = re.compile("[a-z]{2,4}_([0-9a-f]{32})_[0-9]+")
@@ -75,6 +82,8 @@ class StoredResponses:
     """Sends the requests of responses that are generated in the background."""
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     """Responses in the background of this replica, by id."""
+    _num_running: Counter[str] = field(default_factory=Counter)
+    """Their numbers by key."""
 
     async def find(self, caller: Caller, name: str) -> StoredResponse | None:
         """Return a caller's response by its id; None if there is none.
@@ -105,6 +114,19 @@ class StoredResponses:
         name = _hex_of(stored.response["id"])
         content = to_json(vars(stored))
         await self.storage.put(caller.tenant, _KIND, name, content, "drop_oldest")
+
+    async def check_room(self, caller: Caller, body: ResponsesRequest) -> bool:
+        """Return whether a response will be stored: with no room only one that has to be is not.
+
+        Raises:
+            ApiError: status 429: the key has no room for a response that has to be stored.
+        """
+        if await self.storage.has_room(caller.tenant, _ROOM_BYTES, but_for=_KIND):
+            return True
+        if body.store or body.background:
+            reason = "the storage of this key is full; delete some files, or leave store out"
+            raise ApiError(429, f"store: {reason}", param="store", code="storage_full")
+        return False
 
     async def delete(self, caller: Caller, name: str) -> bool:
         """Delete a response, which ends if it runs; return whether there was one."""
@@ -141,9 +163,14 @@ class StoredResponses:
         known = {each["id"]: each for each in history}
         missing = references - known.keys()
         matches = [_ITEM.fullmatch(each) for each in missing]
-        for name in {match[1] for match in matches if match}:
+        names = {match[1] for match in matches if match}
+        if len(names) > _MOST_NAMED:
+            reason = f"items of {len(names)} responses are named; name those of {_MOST_NAMED}"
+            raise invalid_value("input", f"{reason} at most, and give the others whole")
+        for name in names:
             found = await self.find(caller, f"resp_{name}")
-            known |= {each["id"]: each for each in found.conversation} if found else {}
+            items = found.conversation if found else []
+            known |= {each["id"]: each for each in items if each["id"] in missing}
         return history, [
             read_items([known[each.id]])[0]
             if isinstance(each, ReferenceItem) and each.id in known
@@ -165,16 +192,24 @@ class StoredResponses:
 
     async def start(self, caller: Caller, body: ResponsesRequest, stored: StoredResponse) -> None:
         """Begin to generate a response in the background."""
-        name = _hex_of(stored.response["id"])
+        name, num_own = _hex_of(stored.response["id"]), self._num_running[caller.name]
+        if len(self._tasks) >= _MOST_RUNNING or num_own >= _MOST_OF_KEY:
+            reason = f"{num_own} of this key's and {len(self._tasks)} in all run already"
+            message = f"background: {reason}; try again once some have ended"
+            raise ApiError(
+                429, message, param="background", code="background_full", retry_after_s=10
+            )
         await self._beat(caller, name)
         await self.keep(caller, stored)
         update = {"background": None, "store": False, "request_id": None}
         request = body.model_copy(update=update).model_dump_json(by_alias=True, exclude_unset=True)
         self._tasks[name] = asyncio.create_task(self._run(caller, name, request.encode(), stored))
-        self._tasks[name].add_done_callback(lambda task: self._forget(name, task))
+        self._num_running[caller.name] += 1
+        self._tasks[name].add_done_callback(lambda task: self._forget(caller, name, task))
 
-    def _forget(self, name: str, task: asyncio.Task[None]) -> None:
+    def _forget(self, caller: Caller, name: str, task: asyncio.Task[None]) -> None:
         del self._tasks[name]
+        self._num_running[caller.name] -= 1
         if not task.cancelled() and (error := task.exception()):
             _log.error("a response in the background was lost", exc_info=error)
 

@@ -15,7 +15,7 @@ Purpose = Literal["batch", "batch_output"]
 
 
 class FileRecord(BaseModel):
-    """What is known of a file beside its content and its id."""
+    """Facts about a file beside its content and its id."""
 
     filename: str
     purpose: Purpose

@@ -33,6 +33,8 @@ _DAY_S = 86_400
 _TIME_DIGITS = 12  # hexadecimal digits of milliseconds since 1970
 _RANDOM_BYTES = 10
 _ID = re.compile(r"[0-9a-f]{32}")
+_OWN = re.compile(r"[0-9a-f]{32}/[a-z_]+/([^/]+/){0,2}[0-9a-f]{32}")
+"""Path below the root of an object, or of one that is being written."""
 _COUNT_S = 60.0
 """Seconds for which the sizes of a key's objects are known, but for what is written here."""
 
@@ -55,11 +57,12 @@ def made_at(name: str) -> float:
 
 @dataclass
 class _Usage:
-    """What a key's objects take."""
+    """Room that a key's objects take."""
 
     counted_s: float
     """Time of the count by the monotonic clock, in seconds."""
-    num_bytes: int = 0
+    num_bytes: Counter[str] = field(default_factory=Counter)
+    """Bytes by kind."""
     num_objects: Counter[str] = field(default_factory=Counter)
     """Objects by kind."""
 
@@ -147,6 +150,16 @@ class ObjectStorage:
             raise FileNotFoundError(f"there is no object {name}")
         return cast("BinaryIO", self._files.open(self._path(tenant, kind, name), "rb"))
 
+    async def has_room(self, tenant: str, num_bytes: int, but_for: str) -> bool:
+        """Return whether an object may be written if all others of the kind ``but_for`` go."""
+
+        def find() -> bool:
+            sizes = self._usage_of(tenant).num_bytes
+            others = sizes.total() - sizes[but_for]
+            return others + num_bytes <= self.settings.bytes_per_key
+
+        return await self.in_thread(find)
+
     async def names(self, tenant: str, kind: str) -> list[str]:
         """Return the ids of a kind's objects, the oldest first."""
         return await self.in_thread(self._names, tenant, kind)
@@ -196,7 +209,7 @@ class ObjectStorage:
                 shutil.copyfileobj(file, copy)
                 copy.flush()
                 self._files.put_file(copy.name, path)
-        usage.num_bytes += num_bytes - (before or 0)
+        usage.num_bytes[kind] += num_bytes - (before or 0)
         usage.num_objects[kind] += before is None
         return num_bytes
 
@@ -214,8 +227,8 @@ class ObjectStorage:
             usage = self._usage[tenant] = _Usage(now_s)
             directory = self._directory(tenant)
             for path, info in self._found(directory).items():
-                usage.num_bytes += info["size"] or 0
                 kind = path[len(directory) + 1 :].rpartition("/")[0]
+                usage.num_bytes[kind] += info["size"] or 0
                 usage.num_objects[kind] += 1
         return usage
 
@@ -224,14 +237,17 @@ class ObjectStorage:
     ) -> None:
         """Make room for an object, or refuse it."""
         usage, settings = self._usage_of(tenant), self.settings
-        for oldest in self._names(tenant, kind) if on_full == "drop_oldest" else ():
+        others = usage.num_bytes.total() - usage.num_bytes[kind]
+        may_drop = on_full == "drop_oldest" and others + num_bytes <= settings.bytes_per_key
+        for oldest in self._names(tenant, kind) if may_drop else ():
             if not self._lacks_room(usage, kind, num_bytes, is_new):
                 return
             self._delete(tenant, kind, [oldest])
         if self._lacks_room(usage, kind, num_bytes, is_new):
             raise ApiError(
                 429,
-                f"storage of this key: {usage.num_bytes} bytes and {usage.num_objects[kind]} "
+                f"storage of this key: {usage.num_bytes.total()} bytes and "
+                f"{usage.num_objects[kind]} "
                 f"objects of this kind are kept, and {settings.bytes_per_key} and "
                 f"{settings.objects_per_key} may be; delete some",
                 code="storage_full",
@@ -239,7 +255,7 @@ class ObjectStorage:
 
     def _lacks_room(self, usage: _Usage, kind: str, num_bytes: int, is_new: bool) -> bool:
         return (
-            usage.num_bytes + num_bytes > self.settings.bytes_per_key
+            usage.num_bytes.total() + num_bytes > self.settings.bytes_per_key
             or usage.num_objects[kind] + is_new > self.settings.objects_per_key
         )
 
@@ -278,7 +294,7 @@ class ObjectStorage:
             size = self._size_of(path)
             if size is not None:
                 self._files.rm_file(path)
-                usage.num_bytes -= size
+                usage.num_bytes[kind] -= size
                 usage.num_objects[kind] -= 1
                 num_deleted += 1
         if self._is_local and "/" in kind:  # a directory of one thing alone, which may be gone
@@ -289,7 +305,7 @@ class ObjectStorage:
     def _delete_expired(self) -> None:
         for path in self._found(self._root):
             directory, _, name = path.rpartition("/")
-            if not _ID.fullmatch(name) or self._is_alive(name):
+            if not _OWN.fullmatch(path.removeprefix(f"{self._root}/")) or self._is_alive(name):
                 continue
             # what a process that was killed had begun to write lies in a directory of its own
             if directory.rpartition("/")[2].startswith("."):

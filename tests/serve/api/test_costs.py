@@ -31,8 +31,11 @@ from mars_serve.api.errors import ApiError, invalid_value, shown
 from mars_serve.api.incoming import structure
 from mars_serve.api.incoming.spans import _span_behind
 from mars_serve.api.messages import PastAssistantMessage, messages_for_template
+from mars_serve.api.responses.items import ThinkingItem, messages_of
 from mars_serve.api.text import StopRules, _num_held
 from mars_serve.api.tools.families import HermesParser, LlamaParser, MistralParser
+from mars_serve.http import stored_responses
+from mars_serve.http.endpoints import batches
 from mars_serve.http.middleware import bodies, recording, records
 
 SIZE, SMALL_SIZE = 2**17, 2**14
@@ -60,6 +63,15 @@ def called(arguments: str) -> PastAssistantMessage:
     function = {"name": "f", "arguments": arguments}
     call = {"id": "a", "type": "function", "function": function}
     return PastAssistantMessage.model_validate({"role": "assistant", "tool_calls": [call]})
+
+
+def thinking(text: str) -> object:
+    items = [
+        ThinkingItem.model_validate({"type": "reasoning", "summary": [], "content": [
+            {"type": "reasoning_text", "text": text[start : start + PIECE]}]})
+        for start in range(0, len(text), PIECE)
+    ]  # fmt: skip
+    return messages_of(items, None, 0)
 
 
 def tried(work: Work) -> Work:
@@ -161,6 +173,9 @@ CASES: dict[str, tuple[list[Work], dict[str, str]]] = {
             recording._request_id,
             lambda text: records._UNSAFE.sub("?", text),
             lambda text: re.fullmatch(r"\w+", text),
+            lambda text: stored_responses._RESPONSE.fullmatch(text),
+            lambda text: stored_responses._ITEM.fullmatch("msg_" + text),
+            lambda text: batches._WINDOW.fullmatch(text),
         ],
         {**TEXTS, "urls": "://:", "queries": "?token"},
     ),
@@ -175,6 +190,7 @@ CASES: dict[str, tuple[list[Work], dict[str, str]]] = {
     "prompts": (
         [
             lambda text: bodies._check_unicode(text.encode()),
+            thinking,
             lambda text: _span_behind([len(text) % 2] * len(text), ThinkingTokens(1, 2)),
         ],
         TEXTS,
@@ -224,12 +240,12 @@ OF_CHECKPOINTS = {
     "_BARRED", "_TAG", "_pattern", "_BYTE_FALLBACK", "CallGrammar", "_GENERATION",
 }  # fmt: skip
 """On texts of the checkpoint, which is trusted with them."""
-OF_DATA = {"_MARKS", "_NUMBER", "_PARTS", "_SPACE"}
+OF_DATA = {"_MAGIC", "_MARKS", "_NUMBER", "_PARTS", "_SPACE"}
 """On data to train on."""
 TRIED = {
     "_STAND_IN", "PromptEncoder", "_any_of", "_SHORT_ID", "_REGEX_META", "_UNSAFE", "_ID",
     "_HEADER", "_WORDS", "_INERT", "_NAMED_HEADER", "_NAMED_CHARACTERS",
-    "_PASSWORD",
+    "_PASSWORD", "_KEY", "_RESPONSE", "_ITEM", "_WINDOW",
 }  # fmt: skip
 USE = re.compile(r"\bre\.(?!escape)[a-z]+\(")
 

@@ -130,17 +130,14 @@ def _shared(chat: dict[str, Any]) -> dict[str, Any]:
     return {name: chat[name] for name in chat if name in DecodingRequest.model_fields}
 
 
-def _structured(chat: dict[str, Any]) -> dict[str, Any]:
-    """Return the field of a chat's grammar as every dialect has it."""
-    if "guided_json" in chat:
-        return {"structured_outputs": {"json": chat["guided_json"]}}
-    return {"structured_outputs": {"json_object": True}} if "response_format" in chat else {}
-
-
 def _as_response(chat: dict[str, Any]) -> dict[str, Any]:
     """Return a chat as a body of the Responses API."""
-    body = {**_shared(chat), **_structured(chat), "input": chat["messages"]}
-    body["max_output_tokens"] = chat["max_tokens"]
+    body = {**_shared(chat), "input": chat["messages"], "max_output_tokens": chat["max_tokens"]}
+    if "response_format" in chat:
+        body["text"] = {"format": chat["response_format"]}
+    if "guided_json" in chat:
+        form = {"type": "json_schema", "name": "x", "schema": chat["guided_json"]}
+        body["text"] = {"format": form}
     if "chat_template_kwargs" in chat:
         body["reasoning"] = {"effort": "high"}
     if "tools" in chat:
@@ -175,8 +172,12 @@ def _of_response(answer: dict[str, Any]) -> dict[str, Any]:
 
 def _as_message(chat: dict[str, Any]) -> dict[str, Any]:
     """Return a chat as a body of the Messages API."""
-    body = {**_shared(chat), **_structured(chat)}
-    body |= {"messages": chat["messages"], "max_tokens": chat["max_tokens"]}
+    body = {**_shared(chat), "messages": chat["messages"], "max_tokens": chat["max_tokens"]}
+    if "response_format" in chat:
+        body["structured_outputs"] = {"json_object": True}
+    if "guided_json" in chat:
+        form = {"type": "json_schema", "schema": chat["guided_json"]}
+        body["output_config"] = {"format": form}
     if "stop" in body:
         body["stop_sequences"] = body.pop("stop")
     if "chat_template_kwargs" in chat:

@@ -109,6 +109,18 @@ async def test_a_key_is_refused_what_it_has_no_room_for(root: str) -> None:
         await counted_anew.put("b", "files", ids[2], bytes(2**20 + 1), on_full="drop_oldest")
 
 
+async def test_what_is_full_of_another_kind_loses_nothing(root: str) -> None:
+    settings = StorageSettings(path=root, bytes_per_key=2**20)
+    storage, ids = ObjectStorage(settings), sorted(new_id() for _ in range(3))
+    await storage.put("a", "responses", ids[0], bytes(2**10))
+    assert await storage.has_room("a", 2**20, but_for="responses")
+    await storage.put("a", "files", ids[1], bytes(2**20), on_full="exceed")
+    assert not await storage.has_room("a", 1, but_for="responses")
+    with pytest.raises(ApiError, match="1049600 bytes and 1 objects"):
+        await storage.put("a", "responses", ids[2], b"1", on_full="drop_oldest")
+    assert await storage.names("a", "responses") == ids[:1]
+
+
 async def test_objects_end_with_their_lifetime(root: str) -> None:
     now_s = 1_800_000_000.0
     storage = ObjectStorage(StorageSettings(path=root, lifetime_days=2), lambda: now_s)
@@ -133,10 +145,16 @@ async def test_what_a_killed_writer_left_does_not_show_and_is_deleted(tmp_path: 
     (kind,) = tmp_path.glob("*/files")
     (kind / f".{name}.x7").mkdir()
     (kind / f".{name}.x7" / name).write_bytes(b"half")
+    others = [tmp_path / name, tmp_path / "others" / name, tmp_path / name / "Kind" / name]
+    for file in others:  # of other programs, with names like ours
+        file.parent.mkdir(exist_ok=True, parents=True)
+        if file.parent != tmp_path:
+            file.write_bytes(b"")
     assert len(await storage.names("", "files")) == 1
     now_s += 2 * DAY_S
     await storage.delete_expired()
     assert list(kind.iterdir()) == []
+    assert all(file.exists() for file in others)
 
 
 def test_a_storage_that_cannot_be_used_is_refused(tmp_path: Path) -> None:

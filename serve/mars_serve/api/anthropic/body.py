@@ -193,8 +193,9 @@ class ConversationRequest(DecodingRequest):
         super().refuse_unsupported()
         if self.stop is not None and self.stop_sequences is not None:
             raise invalid_value("stop", "stop_sequences already gives strings; leave it out")
-        if self.tool_choice is not None and self.tool_choice.type == "any" and not self.tools:
-            raise invalid_value("tool_choice", "'any' needs tools; give some")
+        choice = self.tool_choice
+        if choice is not None and choice.type in ("any", "tool") and not self.tools:
+            raise invalid_value("tool_choice", f"{choice.type!r} needs tools; give some")
 
     def to_chat(self) -> ChatCompletionRequest:
         """Return the chat of which this is another form.

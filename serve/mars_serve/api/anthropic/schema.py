@@ -16,7 +16,7 @@ class MessagesErrorDetail(Shape):
     type: str
     message: str
     details: dict[str, Any] | None = None
-    """What the client needs to go on without the refused field."""
+    """Facts with which a client goes on without the refused field."""
 
 
 class MessagesError(Shape):

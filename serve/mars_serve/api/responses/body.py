@@ -234,7 +234,7 @@ class ResponsesRequest(DecodingRequest):
     max_output_tokens: Count | None = None
     """Largest number of output tokens; by default what fits into the model's context."""
     include: Annotated[list[Includable], Field(max_length=16)] | None = None
-    """What else to return: log-probabilities. Encrypted thinking is not: it is returned as text."""
+    """Further things to return: log-probabilities. Thinking is returned as text."""
     top_logprobs: Annotated[int, Field(ge=0, le=20, strict=True)] | None = None
     """Report the log-probabilities of this many likely alternatives; it includes them by itself."""
     metadata: Metadata | None = None

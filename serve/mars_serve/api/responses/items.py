@@ -287,7 +287,7 @@ def messages_of(
             turns.add_result(item, where)
         else:
             raise _not_stored(where, item.id if isinstance(item, ReferenceItem) else "")
-    return turns.all()
+    return turns.ended()
 
 
 class _Turns:
@@ -299,6 +299,14 @@ class _Turns:
         """Place of each call among those of its turn, by id."""
         self._results: list[dict[str, Any]] = []
         """Results of the last turn's calls so far."""
+        self._thoughts: list[tuple[dict[str, Any], list[str]]] = []
+        """Messages with their thinking, which is joined at the end: there may be much of it."""
+
+    def ended(self) -> list[dict[str, Any]]:
+        """Return the messages of a conversation that is complete."""
+        for turn, texts in self._thoughts:
+            turn["reasoning_content"] = "\n".join(texts)
+        return self.all()
 
     def all(self) -> list[dict[str, Any]]:
         """Return the messages."""
@@ -329,8 +337,9 @@ class _Turns:
             raise invalid_value(f"{where}.encrypted_content", reason)
         if any(texts):
             turn = self._assistant()
-            before = [turn["reasoning_content"]] if "reasoning_content" in turn else []
-            turn["reasoning_content"] = "\n".join([*before, *texts])
+            if not self._thoughts or self._thoughts[-1][0] is not turn:
+                self._thoughts.append((turn, []))
+            self._thoughts[-1][1].extend(texts)
 
     def add_call(self, item: CallItem) -> None:
         """Add a call to the assistant's message."""

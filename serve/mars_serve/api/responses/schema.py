@@ -143,7 +143,7 @@ class ResponseObject(Shape):
 
 
 class DeletedResponse(Shape):
-    """What is said of a response that was deleted."""
+    """Answer to the deletion of a response."""
 
     id: str
     object: Literal["response"]

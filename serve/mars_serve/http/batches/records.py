@@ -1,4 +1,4 @@
-"""What is kept of batches beside their files.
+"""Records, leases and parts of batches, which are kept beside their files.
 
 The record of a batch is written by its creator, and then by the one process that runs it, which
 says in the batch's *lease* that it is alive. A wish to cancel it and parts of its answers are

@@ -4,18 +4,20 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from tempfile import TemporaryFile
 from typing import IO, BinaryIO
 
 import httpx
+from pydantic_core import from_json
 
 from mars_serve.api.keys import Caller
 from mars_serve.config.settings import LimitSettings
 from mars_serve.http.batches.lines import (
     Line,
     LineError,
+    LineProblem,
     answer_line,
     check_lines,
     numbered_lines,
@@ -33,6 +35,8 @@ from mars_serve.http.batches.records import (
 from mars_serve.http.in_process import OwnRequests
 
 _RETRIED = (429, 503)
+_STORAGE_FULL = b'"code":"storage_full"'
+"""Part of a refusal that waiting does not end."""
 _RETRY_S = (1.0, 60.0)
 """Shortest and longest wait in seconds before a line that was refused is sent again."""
 _READ_LINES = 16
@@ -59,7 +63,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Means:
-    """What all batches of a process are run with."""
+    """Means with which all batches of a process are run."""
 
     requests: OwnRequests
     caller_of: Callable[[str], Awaitable[Caller | None]]
@@ -69,6 +73,8 @@ class Means:
     """Largest number of lines that are answered at a time."""
     slots: asyncio.Semaphore
     pace: Pace = Pace()
+    checks: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
+    """Bounds the storage's threads that check inputs, which others wait for."""
 
 
 class Gate:
@@ -165,7 +171,8 @@ class BatchRun:
             (await self._in_thread(self._input)).close()
         except FileNotFoundError:
             reason = "the input file is gone; upload it and create the batch again"
-            await self._fail([LineError("input_file_gone", reason)])
+            self._record.errors = [LineError("input_file_gone", reason)]
+            await self._finish("failed")  # with the answers that there are
             return
         if not self._record.total and not await self._check():
             return
@@ -183,8 +190,9 @@ class BatchRun:
 
     async def _end(self, outcome: Outcome) -> None:
         await self._hold()
-        self._record.enter(outcome)
-        await self._store.update(self._name, self._record)
+        async with self._writing:  # an older record written behind this one would stay
+            self._record.enter(outcome)
+            await self._store.update(self._name, self._record)
         await self._store.clear(self._record.tenant, self._name)
 
     async def _check(self) -> bool:
@@ -195,7 +203,8 @@ class BatchRun:
             with self._input() as file:
                 return check_lines(file, record.endpoint, limits.body_bytes, limits.body_values)
 
-        total, errors = await self._in_thread(check)
+        async with self._means.checks:
+            total, errors = await self._in_thread(check)
         if errors:
             await self._fail(errors)
             return False
@@ -218,7 +227,8 @@ class BatchRun:
             await self._write()
             counts = (self._record.completed, self._record.failed)
             if counts != self._told:
-                await self._store.update(self._name, self._record)
+                async with self._writing:
+                    await self._store.update(self._name, self._record)
                 self._told = counts
             await self._see_end()
 
@@ -236,13 +246,18 @@ class BatchRun:
             self._outcome = "cancelled"
         elif time.time() >= self._record.expires_at:
             self._outcome = "expired"
-        elif await self._means.caller_of(self._record.key) is None:
+        elif await self._caller() is None:
             reason = "the key that created the batch is no longer one of this server's"
             self._record.errors = [LineError("invalid_api_key", reason)]
             self._outcome = "failed"
         else:
             return
         self._is_ending.set()
+
+    async def _caller(self) -> Caller | None:
+        """Return the batch's caller; None if its key is gone or another tenant's now."""
+        caller = await self._means.caller_of(self._record.key)
+        return caller if caller and caller.tenant == self._record.tenant else None
 
     async def _answer_until_ended(self) -> None:
         ending = asyncio.create_task(self._is_ending.wait())
@@ -298,8 +313,11 @@ class BatchRun:
 
     async def _answer(self, content: bytes) -> tuple[int, bytes]:
         """Return the status of a line's answer, and its line in the output."""
-        limits = self._means.limits
-        line = await self._in_thread(parse_line, content, limits.body_bytes, limits.body_values)
+        try:
+            line = await self._in_thread(self._parsed, content)
+        except LineProblem as problem:  # a request by the limits of another time
+            name = from_json(content)["custom_id"]
+            return 400, unanswered_line(name, problem.code, str(problem))
         response = await self._response(line)
         request_id = response.headers.get("x-request-id")
         return response.status_code, answer_line(
@@ -309,7 +327,7 @@ class BatchRun:
     async def _response(self, line: Line) -> httpx.Response:
         """Return the response to a line, sent again while the key or the server has no room."""
         while True:
-            caller = await self._means.caller_of(self._record.key)
+            caller = await self._caller()
             if caller is None:
                 await self._see_end()
                 await asyncio.Event().wait()  # until this is cancelled
@@ -317,7 +335,11 @@ class BatchRun:
             body = request_body(line, caller.tiers)
             async with self._gate, self._means.slots:
                 response = await self._means.requests.post(line.url, body, caller)
-            is_refused = response.status_code in _RETRIED and "deadline_ms" not in line.body
+            is_refused = (
+                response.status_code in _RETRIED
+                and "deadline_ms" not in line.body
+                and _STORAGE_FULL not in response.content
+            )
             await self._gate.learn(is_refused=is_refused)
             if not is_refused:
                 return response
@@ -327,8 +349,12 @@ class BatchRun:
         """Write the answers that are not written yet."""
         async with self._writing:
             part, self._part, self._part_bytes = self._part, [], 0
-            if part:
-                await self._store.put_part(self._record.tenant, self._name, b"".join(part))
+            try:
+                if part:
+                    await self._store.put_part(self._record.tenant, self._name, b"".join(part))
+            except BaseException:  # cancelled, mostly; what is there twice then counts once
+                self._part[:0] = part
+                raise
 
     async def _kept(self) -> AsyncGenerator[tuple[int, bool, bytes]]:
         """Yield number and kind of each line's first answer, and its line in the output."""
@@ -373,11 +399,15 @@ class BatchRun:
     async def _add_expired(self, errors: IO[bytes]) -> None:
         """Add an error for each line that has no answer, and count them as failed."""
         code, reason = "batch_expired", "the batch expired before this request had an answer"
-        limits = self._means.limits
         async for number, content in self._unanswered():
-            line = parse_line(content, limits.body_bytes, limits.body_values)
-            errors.write(unanswered_line(line.custom_id, code, reason) + b"\n")
+            with suppress(LineProblem):  # it was a request by the limits of another time
+                line = self._parsed(content)
+                errors.write(unanswered_line(line.custom_id, code, reason) + b"\n")
             self._note(number, is_right=False)
+
+    def _parsed(self, content: bytes) -> Line:
+        limits = self._means.limits
+        return parse_line(content, limits.body_bytes, limits.body_values)
 
 
 def _retry_s(response: httpx.Response) -> float:

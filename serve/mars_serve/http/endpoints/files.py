@@ -237,7 +237,8 @@ async def _receive(
         assert isinstance(upload, UploadFile)
         if (upload.size or 0) > most:
             raise _too_large(most)
-        name, filename = new_id(time.time()), clipped(upload.filename or "file", _MAX_NAME)
+        given = (upload.filename or "file").encode("utf-8", "replace").decode()
+        name, filename = new_id(time.time()), clipped(given, _MAX_NAME)
         record = await files.add(tenant, name, upload.file, filename, "batch")
     finally:
         await form.close()

@@ -88,7 +88,7 @@ async def _create(
     caller: Caller = request.state.caller
     history, items = await kept.items(caller, body)
     chat = body.model_copy(update={"input": items}).to_chat(read_items(history))
-    if body.store is False:
+    if body.store is False or not await kept.check_room(caller, body):
         dialect = Dialect(body, partial(ResponseWriter, body=body), NAMES)
         return await generator.chat(chat, request, dialect)
     if body.request_id is not None:

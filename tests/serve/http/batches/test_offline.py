@@ -12,7 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from mars_platform.errors import UserError
-from mars_serve.deploy.offline import LineAnswerer, Tally, append_answers, digest_of, read_file
+from mars_serve.deploy.offline import (
+    LineAnswerer,
+    Tally,
+    append_answers,
+    digest_of,
+    read_file,
+    request_of,
+)
 from rest.rest_server import SingleEngineBackend, served
 
 MESSAGES = [{"role": "user", "content": "What is 1?"}]
@@ -75,8 +82,7 @@ def test_rows_of_all_forms_are_answered_once_also_behind_a_stop(run, tmp_path):
     right = {"line", "in.jsonl:2", "in.jsonl:3", "named", "in.parquet:1"}
     for name, each in found.items():
         status = each["response"] and each["response"]["status_code"]
-        expected = {"bad": 400, "nowhere": 404}.get(name)
-        assert status == (200 if name in right else expected), each
+        assert status == (200 if name in right else {"bad": 400}.get(name)), each
         assert (each["error"] is None) == (status is not None)
     assert found["line"]["response"]["body"]["usage"]["completion_tokens"] == 3
     assert found["named"]["response"]["body"]["model"] == "mine"
@@ -95,6 +101,13 @@ def test_repeated_ids_are_counted_and_other_outputs_are_refused(run, tmp_path):
     (tmp_path / "out.jsonl").mkdir()
     with pytest.raises(UserError, match=r"^--output: .* cannot be written"):
         run(tmp_path / "in.jsonl")
+
+
+def test_a_row_for_no_endpoint_is_no_request():
+    row = {"url": "/v1/chat/completions\n", "body": {"messages": []}}
+    found = request_of("rows.jsonl:1", 1, json.dumps(row).encode(), {})
+    assert found["problem"].startswith("url: it names none of /v1/chat/completions, ")
+    assert request_of("rows.jsonl:1", 1, b'{"body": {}}', {})["problem"] == ""
 
 
 def test_two_runs_do_not_write_one_output(tmp_path):

@@ -18,8 +18,10 @@ from pydantic import TypeAdapter
 from decoding.local_engine_client import LocalEngineClient
 from mars_platform.checkpoint.directory import Checkpoint
 from mars_serve.api.responses.schema import ItemList, ResponseObject
+from mars_serve.config.settings import StorageSettings
 from mars_serve.engine.decoding_options import FinishReason
 from mars_serve.engine.ipc.client import EngineDied
+from mars_serve.storage.objects import ObjectStorage, new_id
 from rest.replaying import ReplayingBackend
 from rest.rest_requests import SHORT_TOOL_TEMPLATE
 from rest.rest_server import BrokenBackend, Client, SingleEngineBackend
@@ -283,6 +285,15 @@ async def test_a_response_whose_replica_is_gone_has_failed(pair, tmp_path):
     found = (await second.get(f"{PATH}/{name}")).json()
     assert (found["status"], found["error"]["code"]) == ("failed", "server_error")
     ResponseObject.model_validate(found)
+
+
+async def test_a_key_without_room_keeps_only_what_it_must(trained, loops, client_over, tmp_path):
+    kept = {"path": str(tmp_path), "bytes_per_key": 2**20}
+    client = client_over(SingleEngineBackend(loops["mars"]), trained, storage=kept)
+    await ObjectStorage(StorageSettings(**kept)).put("", "files", new_id(), bytes(9))
+    assert (await client.answer(PATH, BODY))["store"] is False
+    refused = await client.post(PATH, json={**BODY, "store": True})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "storage_full")
 
 
 @pytest.mark.parametrize("name", ["store", "background", "previous_response_id"])
