@@ -32,7 +32,7 @@ class _BatchOptions(Settings):
 
 @with_options
 def batch(options: _BatchOptions, as_json: AsJson = False) -> None:
-    """Answer files of requests without a server, on all GPUs there are.
+    """Answer files of requests without a server, on all GPUs.
 
     Lines have the form of /v1/batches, or are rows of JSONL or Parquet with messages or prompt. A
     run that was stopped goes on with the same command.
