@@ -305,6 +305,11 @@ class StorageSettings(Settings):
     batch_concurrency: int = Field(default=64, ge=1, le=4096)
     """Largest number of lines of batches that each ingress replica has answered at a time."""
 
+    @property
+    def lifetime_s(self) -> float:
+        """Seconds after which what is kept is deleted."""
+        return self.lifetime_days * 86_400
+
 
 class TelemetrySettings(Settings):
     """Logs and traces of requests."""

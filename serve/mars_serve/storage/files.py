@@ -9,7 +9,6 @@ from mars_serve.api.errors import ApiError, invalid_value
 from mars_serve.storage.objects import ObjectStorage, OnFull, made_at
 
 _CONTENTS, _RECORDS = "files", "file_records"
-_DAY_S = 86_400
 
 Purpose = Literal["batch", "batch_output"]
 
@@ -73,7 +72,7 @@ class FileStore:
 
     def expires_at(self, name: str) -> int:
         """Return the time in seconds since 1970 at which a file or other object ends."""
-        return int(made_at(name) + self.storage.settings.lifetime_days * _DAY_S)
+        return int(made_at(name) + self.storage.settings.lifetime_s)
 
 
 _Item = TypeVar("_Item")

@@ -29,7 +29,6 @@ from mars_platform.errors import UserError, one_line
 from mars_serve.api.errors import ApiError
 from mars_serve.config.settings import StorageSettings
 
-_DAY_S = 86_400
 _TIME_DIGITS = 12  # hexadecimal digits of milliseconds since 1970
 _RANDOM_BYTES = 10
 _ID = re.compile(r"[0-9a-f]{32}")
@@ -188,7 +187,7 @@ class ObjectStorage:
         """Return whether an object with an id may exist: text that is no id is alive never."""
         if not _ID.fullmatch(name):
             return False
-        return self._clock() - made_at(name) < self.settings.lifetime_days * _DAY_S
+        return self._clock() - made_at(name) < self.settings.lifetime_s
 
     def _put(self, tenant: str, kind: str, name: str, file: BinaryIO, on_full: OnFull) -> int:
         path, num_bytes = self._path(tenant, kind, name), file.seek(0, 2)

@@ -72,8 +72,9 @@ class Delta:
     """The part of a choice that one forward pass produced."""
 
     choice: Choice
-    text: str
-    """Text that is final; `OutputText` holds back the rest."""
+    pieces: list[Piece]
+    """Thinking, text and calls in the order in which they were written, as far as they are final;
+    `OutputText` holds back the rest. Thinking is there only if it is to be returned."""
     tokens: list[int]
     """Tokens up to the one that completed a stop string."""
     reported: list[ReportedToken]
@@ -81,15 +82,25 @@ class Delta:
     """
     finish_reason: str | None
     is_first: bool
-    calls: list[CallPart] = field(default_factory=list)
-    reasoning: str = ""
-    """Text of the model's thinking that is final and to be returned."""
     details: PassDetails | None = None
     """Proposals of the pass, if the request asks for them."""
     stop_reason: str | int | None = None
     """The stop string or the request's stop token that ended the output."""
-    pieces: list[Piece] = field(default_factory=list)
-    """Thinking, text and calls in the order in which they were written."""
+
+    @property
+    def text(self) -> str:
+        """Text of the answer."""
+        return "".join(each for each in self.pieces if isinstance(each, str))
+
+    @property
+    def reasoning(self) -> str:
+        """Text of the model's thinking."""
+        return "".join(each.text for each in self.pieces if isinstance(each, Thought))
+
+    @property
+    def calls(self) -> list[CallPart]:
+        """Parts of tool calls."""
+        return [each for each in self.pieces if isinstance(each, CallPart)]
 
     @property
     def num_tokens(self) -> int:
@@ -246,16 +257,13 @@ class Choice:
         reasoning = part.reasoning if self.includes_reasoning else ""
         return Delta(
             choice=self,
-            text="".join(each for each in pieces if isinstance(each, str)),
+            pieces=[Thought(reasoning), *pieces] if reasoning else pieces,
             tokens=output.tokens[: part.num_tokens],
             reported=reported,
             finish_reason=reason,
             is_first=is_first,
-            calls=[each for each in pieces if isinstance(each, CallPart)],
-            reasoning=reasoning,
             details=self._details(output, part),
             stop_reason=stop_reason,
-            pieces=[Thought(reasoning), *pieces] if reasoning else pieces,
         )
 
     def _details(self, output: StepOutput, part: OutputPart) -> PassDetails | None:
@@ -326,15 +334,12 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
     last = deltas[-1]
     return Delta(
         choice=last.choice,
-        text="".join(delta.text for delta in deltas),
+        pieces=[piece for delta in deltas for piece in delta.pieces],
         tokens=[token for delta in deltas for token in delta.tokens],
         reported=[each for delta in deltas for each in delta.reported],
         finish_reason=last.finish_reason,
         is_first=deltas[0].is_first,
-        calls=[call for delta in deltas for call in delta.calls],
-        reasoning="".join(delta.reasoning for delta in deltas),
         stop_reason=last.stop_reason,
-        pieces=[piece for delta in deltas for piece in delta.pieces],
     )
 
 

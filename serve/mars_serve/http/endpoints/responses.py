@@ -21,6 +21,7 @@ from mars_serve.api.schema import Shape, errors_described, generation_described
 from mars_serve.http.endpoints.generator import Dialect, Generator
 from mars_serve.http.endpoints.json_route import JsonRoute
 from mars_serve.http.stored_responses import StoredResponse, StoredResponses
+from mars_serve.storage.files import page_of
 from mars_serve.storage.objects import new_id
 
 _ONE = "/v1/responses/{response_id}"
@@ -118,14 +119,12 @@ async def _create(
 
 def _page(items: list[dict[str, Any]], limit: int, after: str | None) -> dict[str, Any]:
     """Return some items behind one of an id, or from the first one on."""
-    ids = [each["id"] for each in items]
-    if after is not None and after not in ids:
-        raise invalid_value("after", f"{after[:80]!r} is no item of the response; leave it out")
-    begin = 0 if after is None else ids.index(after) + 1
-    shown = items[begin : begin + limit]
-    first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
+    by_id = {each["id"]: each for each in items}
+    ids, has_more = page_of(list(by_id), after, limit)
+    first, last = (ids[0], ids[-1]) if ids else (None, None)
+    shown = [by_id[each] for each in ids]
     page = {"object": "list", "data": shown, "first_id": first, "last_id": last}
-    return {**page, "has_more": begin + limit < len(items)}
+    return {**page, "has_more": has_more}
 
 
 async def _find(

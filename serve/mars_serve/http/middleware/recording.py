@@ -29,6 +29,7 @@ _ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 # asked for again and again
 _PROBES = {"/health", "/ping", "/ready", "/metrics", "/admin/dashboard/events"}
 _OTHERS = {*ADMIN_PATHS, COUNT_PATH}  # below /v1, and generate nothing
+_STORED = ("/v1/files", "/v1/batches", "/v1/responses/")  # so do paths that begin so
 _PATH_LENGTH = 200  # longest path in the log
 
 
@@ -103,7 +104,8 @@ class RecordMiddleware:
         if record.model not in self._telemetry.models:
             record.model = None  # text of the client, not the name of a model
         outcome = outcome_of(record, exchange, error)
-        is_generating = exchange.path.startswith("/v1/") and exchange.path not in _OTHERS
+        is_other = exchange.path in _OTHERS or exchange.path.startswith(_STORED)
+        is_generating = exchange.path.startswith("/v1/") and not is_other
         if exchange.method == "POST" and is_generating:
             self._telemetry.count(record.model, outcome)
             if outcome.startswith("rejected_") and exchange.status is not None:

@@ -181,11 +181,11 @@ async def test_an_endpoint_that_raises_is_recorded_as_error(own, lines, telemetr
     assert counted(telemetry) == {("", "error"): 1}
 
 
-@pytest.mark.parametrize("path", ["/v1/unknown", "/other"])
-async def test_a_refusal_is_counted_only_below_v1(own, lines, telemetry, path):
+@pytest.mark.parametrize("path", ["/v1/unknown", "/v1/files", "/v1/batches/batch_x", "/other"])
+async def test_a_refusal_is_counted_where_text_is_generated(own, lines, telemetry, path):
     await call(own, path)
     assert lines()[0]["outcome"] == "rejected_404"
-    assert counted(telemetry) == ({("", "rejected_404"): 1} if path.startswith("/v1/") else {})
+    assert counted(telemetry) == ({("", "rejected_404"): 1} if path == "/v1/unknown" else {})
 
 
 @pytest.mark.parametrize(
