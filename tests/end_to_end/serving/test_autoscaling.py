@@ -14,11 +14,11 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 import ray
-from bench.autoscaling import paced_engine
 from ray import serve
 from ray.exceptions import ActorAlreadyExistsError
 from rich.console import Console
 
+import paced_engine
 from frontiers import AR, frontier_of, point
 from mars_autoscale.model.frontier import write_frontier
 from mars_autoscale.ray.ray_policy import NAMESPACE, governor_name

@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 def environment(cold_start_s: float) -> dict[str, str]:
     """Return the variables that pace a server's engines, which take ``cold_start_s`` to start."""
     here = Path(__file__).parent
-    path = [str(here / "paced_engines"), str(here.parent.parent), os.environ.get("PYTHONPATH", "")]
+    path = [str(here / "paced_engines"), str(here), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": ":".join(filter(None, path)), _COLD_START: str(cold_start_s)}
 
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench.autoscaling import paced_engine
-from bench.autoscaling.paced_engine import PacedEngine
 
+import paced_engine
 from decoding.engine_requests import make_request
 from decoding.engines import run
 from frontiers import AR, frontier_of, point
@@ -22,6 +21,7 @@ from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.method.mode import Mode
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.settings import EngineSettings
+from paced_engine import PacedEngine
 
 SIZES = EngineSettings(page_size=8, num_pages=64, max_num_seqs=4)
 STEP_S = 0.03
