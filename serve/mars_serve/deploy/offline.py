@@ -35,15 +35,13 @@ from mars_serve.config.settings import (
 from mars_serve.http.app import create_app
 from mars_serve.http.batches.lines import answer_line, unanswered_line
 from mars_serve.http.batches.records import Endpoint
-from mars_serve.http.in_process import OwnRequests
+from mars_serve.http.in_process import OwnRequests, is_refused, post_until_served
 from mars_serve.replica.engine_process import start_engine
 from mars_serve.replica.local_backend import LocalBackend
 
 _BLOCK_BYTES = 2**20
 """Bytes of requests that one call of an engine answers at most."""
 _BATCH_LINES = 512
-_RETRY_S = 0.5
-"""Wait of a line for which an engine has no room."""
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 Fields = dict[str, Any]
@@ -290,11 +288,12 @@ class LineAnswerer:
     async def _response(self, request: dict[str, Any]) -> httpx.Response:
         # the model's name is the command's; what the lines name is a server's elsewhere
         body = to_json({**from_json(request["body"]), "model": self._model.name, "stream": False})
-        while True:
+
+        async def post() -> httpx.Response:
             async with self._slots:
                 response = await self._requests.post(request["url"], body, Caller(""))
-            if response.status_code not in (429, 503):
-                return response
-            if not self._is_alive:
+            if is_refused(response) and not self._is_alive:
                 raise RuntimeError("the engine has died")
-            await asyncio.sleep(_RETRY_S)
+            return response
+
+        return await post_until_served(post)

@@ -1,11 +1,22 @@
 """Requests that the server makes of its own application, in the name of a client."""
 
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import httpx
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mars_serve.api.keys import Caller
+
+_REFUSED = (429, 503)
+_STORAGE_FULL = b'"code":"storage_full"'
+"""Part of a refusal that waiting does not end."""
+_RETRY_S = (1.0, 60.0)
+"""Shortest and longest wait in seconds before a request that was refused is sent again."""
 
 
 @dataclass(frozen=True)
@@ -28,3 +39,33 @@ class OwnRequests:
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             headers = {"content-type": "application/json"}
             return await client.post(path, content=body, headers=headers, timeout=None)
+
+
+async def post_until_served(
+    post: Callable[[], Awaitable[httpx.Response]], within_s: float = math.inf
+) -> httpx.Response:
+    """Return the response to a request, which is sent again while there is no room for it.
+
+    Args:
+        post: Sends the request.
+        within_s: Seconds from now on in which it may be sent again.
+    """
+    end_s = time.monotonic() + within_s
+    while True:
+        response = await post()
+        wait_s = _wait_s(response)
+        if not is_refused(response) or time.monotonic() + wait_s > end_s:
+            return response
+        await asyncio.sleep(wait_s)
+
+
+def is_refused(response: httpx.Response) -> bool:
+    """Return whether there was no room for a request, and may be later."""
+    return response.status_code in _REFUSED and _STORAGE_FULL not in response.content
+
+
+def _wait_s(response: httpx.Response) -> float:
+    least, most = _RETRY_S
+    with suppress(ValueError):
+        return min(max(float(response.headers.get("retry-after", "")), least), most)
+    return least

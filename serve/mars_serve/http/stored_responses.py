@@ -24,7 +24,7 @@ from mars_serve.api.keys import Caller
 from mars_serve.api.responses.body import ResponsesRequest
 from mars_serve.api.responses.items import Item, ReferenceItem, read_items
 from mars_serve.api.responses.writer import error_of
-from mars_serve.http.in_process import OwnRequests
+from mars_serve.http.in_process import OwnRequests, post_until_served
 from mars_serve.storage.objects import ObjectStorage
 
 _PATH = "/v1/responses"
@@ -235,14 +235,7 @@ class StoredResponses:
             await self.storage.delete(caller.tenant, kind, name)
 
     async def _answer(self, caller: Caller, request: bytes) -> httpx.Response:
-        """Return the answer to a request, which is sent again while there is no room for it."""
-        end_s = time.monotonic() + _WAIT_S
-        while True:
-            answer = await self.own.post(_PATH, request, caller)
-            wait_s = float(answer.headers.get("retry-after", 0))
-            if answer.status_code not in (429, 503) or time.monotonic() + wait_s > end_s:
-                return answer
-            await asyncio.sleep(max(wait_s, 1))
+        return await post_until_served(lambda: self.own.post(_PATH, request, caller), _WAIT_S)
 
     async def _read(self, caller: Caller, name: str) -> StoredResponse | None:
         content = await self.storage.get(caller.tenant, _KIND, _hex_of(name))

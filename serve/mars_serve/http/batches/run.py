@@ -1,6 +1,7 @@
 """Runs one batch, and goes on where another process has left it."""
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
@@ -32,13 +33,8 @@ from mars_serve.http.batches.records import (
     Lease,
     Outcome,
 )
-from mars_serve.http.in_process import OwnRequests
+from mars_serve.http.in_process import OwnRequests, is_refused, post_until_served
 
-_RETRIED = (429, 503)
-_STORAGE_FULL = b'"code":"storage_full"'
-"""Part of a refusal that waiting does not end."""
-_RETRY_S = (1.0, 60.0)
-"""Shortest and longest wait in seconds before a line that was refused is sent again."""
 _READ_LINES = 16
 """Lines that are read at once."""
 _READ_PARTS = 4
@@ -326,7 +322,9 @@ class BatchRun:
 
     async def _response(self, line: Line) -> httpx.Response:
         """Return the response to a line, sent again while the key or the server has no room."""
-        while True:
+        has_deadline = "deadline_ms" in line.body
+
+        async def post() -> httpx.Response:
             caller = await self._caller()
             if caller is None:
                 await self._see_end()
@@ -335,15 +333,10 @@ class BatchRun:
             body = request_body(line, caller.tiers)
             async with self._gate, self._means.slots:
                 response = await self._means.requests.post(line.url, body, caller)
-            is_refused = (
-                response.status_code in _RETRIED
-                and "deadline_ms" not in line.body
-                and _STORAGE_FULL not in response.content
-            )
-            await self._gate.learn(is_refused=is_refused)
-            if not is_refused:
-                return response
-            await asyncio.sleep(_retry_s(response))
+            await self._gate.learn(is_refused=is_refused(response) and not has_deadline)
+            return response
+
+        return await post_until_served(post, 0 if has_deadline else math.inf)
 
     async def _write(self) -> None:
         """Write the answers that are not written yet."""
@@ -408,11 +401,3 @@ class BatchRun:
     def _parsed(self, content: bytes) -> Line:
         limits = self._means.limits
         return parse_line(content, limits.body_bytes, limits.body_values)
-
-
-def _retry_s(response: httpx.Response) -> float:
-    """Return the seconds in which a request that was refused may be sent again."""
-    least, most = _RETRY_S
-    with suppress(ValueError):
-        return min(max(float(response.headers.get("retry-after", "")), least), most)
-    return least
