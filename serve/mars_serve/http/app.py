@@ -88,7 +88,7 @@ def create_app(
     app.state.telemetry = telemetry
     app.state.batches = BatchRunner(batches, _means(app, keys, settings)) if batches else None
     app.include_router(information_router(models))
-    app.include_router(about_router(models, settings.limits))
+    app.include_router(about_router(models, settings))
     app.include_router(admin_router(models))
     app.include_router(loras_router(models))
     app.include_router(dashboard_router(models))

@@ -21,7 +21,7 @@ from mars_serve.api.keys import Caller
 from mars_serve.api.schema import Shape, errors_described
 from mars_serve.api.tools.formats import find_format
 from mars_serve.config.served import ServedModel
-from mars_serve.config.settings import LimitSettings
+from mars_serve.config.settings import ServeSettings
 from mars_serve.http.endpoints.audit import MeasuredRate
 from mars_serve.http.endpoints.information import find_model
 from mars_serve.http.recent import Recent
@@ -116,6 +116,8 @@ class AboutModel(Shape):
     """Whether the model has a chat template."""
     tools: bool
     """Whether the chat template has a known format for tools."""
+    storage: bool
+    """Whether the server keeps files, batches and responses."""
     frontier: FrontierReport | None
     card: str | None
     """Text of the model's card."""
@@ -125,7 +127,7 @@ class AboutModel(Shape):
     key: KeyAbilities
 
 
-def about_router(models: Mapping[str, ServedModel], limits: LimitSettings) -> APIRouter:
+def about_router(models: Mapping[str, ServedModel], settings: ServeSettings) -> APIRouter:
     """Return the router of the endpoint that tells about a model."""
     router = APIRouter()
     recent = {
@@ -143,7 +145,8 @@ def about_router(models: Mapping[str, ServedModel], limits: LimitSettings) -> AP
             {
                 **_abilities(served),
                 "confidence_threshold": live.threshold,
-                "max_output_tokens": limits.output_tokens,
+                "max_output_tokens": settings.limits.output_tokens,
+                "storage": settings.storage.path is not None,
                 **files,
                 "key": _key(caller),
             }

@@ -97,9 +97,12 @@ def page_models(
 
 
 @pytest.fixture(scope="module")
-def server(page_models: list[ServedModel]) -> Iterator[LiveServer]:
-    """Return a server without keys."""
-    with live_server(app_of(*page_models)) as server:
+def server(
+    page_models: list[ServedModel], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveServer]:
+    """Return a server without keys, and with a storage."""
+    path = tmp_path_factory.mktemp("kept")
+    with live_server(app_of(*page_models, storage={"path": str(path)})) as server:
         yield server
 
 

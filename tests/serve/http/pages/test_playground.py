@@ -8,14 +8,17 @@ import shlex
 from contextlib import redirect_stdout
 from io import StringIO
 
+import httpx
 import pytest
 from playwright.sync_api import Page, expect
 
 from web.chromium import needs_chromium, serious_faults
+from web.live_server import LiveServer
 
 pytestmark = needs_chromium
 _TAU = 0.1  # some proposals of the random model reach it, and some do not
 _MAX_SHADE = 5
+JSON = {"Content-Type": "application/json"}
 
 
 def ready(page: Page) -> None:
@@ -323,6 +326,12 @@ def test_tools_are_called_and_their_results_sent(open_page, server):
     assert messages[2]["tool_call_id"] == messages[1]["tool_calls"][0]["id"]
     until_idle(page)
     assert page.locator("#messages .output").count() == 2
+    page.evaluate("document.querySelector('#max-tokens').value = 1")
+    page.click("#show-request")
+    paths = page.locator("#request-api option").evaluate_all("all => all.map(each => each.value)")
+    lines = [json.loads(request_text(page, path, "line")) for path in paths]
+    counts = [num_prompt_tokens(server, line) for line in lines]
+    assert counts == [counts[0]] * 3 != [0] * 3
     assert (watch.problems, watch.foreign) == ([], [])
 
 
@@ -363,22 +372,57 @@ def test_what_cannot_be_sent_is_said_in_words_and_kept(open_page, server):
     assert page.locator(".message").count() == 0
 
 
-def test_requests_can_be_copied_and_do_what_the_page_does(open_page, server):
-    page, _ = open_page(server, permissions=["clipboard-read", "clipboard-write"])
-    ready(page)
-    page.fill("#prompt", "What's 3 plus 4?")
-    page.evaluate("document.querySelector('#max-tokens').value = 12")
-    page.click("#copy-curl")
-    page.locator("#copy-curl").get_by_text("Copied").wait_for()
-    command = shlex.split(page.evaluate("navigator.clipboard.readText()").replace("\\\n", ""))
-    assert command[:3] == ["curl", "-N", f"{server.address}/v1/chat/completions"]
-    page.click("#copy-python")
-    page.locator("#copy-python").get_by_text("Copied").wait_for()
-    program = page.evaluate("navigator.clipboard.readText()")
-    with page.expect_request("**/chat/completions") as sent:
-        events = ask(page, "What's 3 plus 4?", 12)
-    assert json.loads(command[-1]) == sent.value.post_data_json
+def posted(server: LiveServer, path: str, body: str) -> str:
+    response = httpx.post(f"{server.address}{path}", content=body, headers=JSON, timeout=60)
+    assert response.status_code == 200, response.text
+    return response.text
+
+
+def num_prompt_tokens(server: LiveServer, line: dict) -> int:
+    usage = json.loads(posted(server, line["url"], json.dumps(line["body"])))["usage"]
+    names = ("prompt_tokens", "input_tokens", "cache_read_input_tokens")
+    return sum(usage.get(name, 0) for name in names)
+
+
+def request_text(page: Page, api: str, form: str) -> str:
+    """Return what the open dialog shows for an API, as curl, python or line."""
+    page.select_option("#request-api", api)
+    page.select_option("#request-form", form)
+    return page.locator("#request-text").inner_text()
+
+
+def printed_by(program: str) -> str:
     printed = StringIO()
     with redirect_stdout(printed):
         exec(program, {})  # noqa: S102 - the page's own
-    assert printed.getvalue() == text_of(events)
+    return printed.getvalue()
+
+
+def test_the_shown_requests_do_in_every_api_what_the_page_does(open_page, server):
+    page, _ = open_page(server, permissions=["clipboard-read", "clipboard-write"])
+    ready(page)
+    page.evaluate("document.querySelector('#system').value = \"Don't guess\\u2028é\"")
+    page.evaluate("document.querySelector('#seed').value = 7")
+    events = ask(page, "What's 3 plus 4?", 12)
+    page.fill("#prompt", "What's 3 plus 4?")
+    page.click("#clear")
+    page.click("#show-request")
+    for api in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
+        assert printed_by(request_text(page, api, "python")) == text_of(events)
+        command = shlex.split(request_text(page, api, "curl").replace("\\\n", ""))
+        assert command[:3] == ["curl", "-N", f"{server.address}{api}"]
+        assert "mars" in posted(server, api, command[-1])
+        line = json.loads(request_text(page, api, "line"))
+        assert line["body"].items() < json.loads(command[-1]).items()
+    assert serious_faults(page) == []
+    page.click("#request-copy")
+    page.locator("#request-copy").get_by_text("Copied").wait_for()
+    assert json.loads(page.evaluate("navigator.clipboard.readText()")) == line
+    program = page.evaluate(
+        """async (body) => {
+            const { requestText } = await import("/pages/playground/snippets.js");
+            return requestText({ chat: false }, body, "/v1/completions", "python", false);
+        }""",
+        {"model": "measured", "prompt": "What?", "max_tokens": 3, "mode": "ar", "stream": True},
+    )
+    assert printed_by(program)

@@ -7,7 +7,7 @@ import { askForKey, noteKeyTaken } from "../common/keybox.js";
 import { answer, begin, clearConversation, conversation, say, takeBack } from "./chat.js";
 import { followSlider, makeLanes, race } from "./race.js";
 import { decoding, requestOf, showModel } from "./settings.js";
-import { asCurl, asPython } from "./snippets.js";
+import { apisOf, requestText } from "./snippets.js";
 
 const COUNTED = 2000; // characters from which on the length of the prompt is shown
 
@@ -184,7 +184,7 @@ function showView() {
   showExamples();
 }
 
-function copy(write, button) {
+function showRequest() {
   if (!about) return;
   const text = prompt.value.trim();
   const last = text ? [{ role: "user", content: prompt.value }] : [];
@@ -193,7 +193,16 @@ function copy(write, button) {
   const messages = !text && sent.at(-1)?.role === "assistant" ? sent.slice(0, -1) : sent;
   const asked = messages.length ? messages : [{ role: "user", content: "Hello" }];
   const body = requestOf(asked, decoding());
-  if (body) copyText(write(about, body, key() !== null), button);
+  if (!body) return;
+  const chosen = $("#request-api").value;
+  $("#request-line").hidden = !about.storage;
+  $("#request-api").replaceChildren(...apisOf(about).map(([path, name]) => h("option", { value: path, selected: path === chosen }, name)));
+  const write = () => {
+    $("#request-text").textContent = requestText(about, body, $("#request-api").value, $("#request-form").value, key() !== null);
+  };
+  $("#request").onchange = write;
+  write();
+  $("#request").showModal();
 }
 
 prompt.addEventListener("keydown", (event) => {
@@ -217,8 +226,8 @@ $("#clear").addEventListener("click", () => {
   showExamples();
   prompt.focus();
 });
-$("#copy-curl").addEventListener("click", (event) => copy(asCurl, event.currentTarget));
-$("#copy-python").addEventListener("click", (event) => copy(asPython, event.currentTarget));
+$("#show-request").addEventListener("click", showRequest);
+$("#request-copy").addEventListener("click", (event) => copyText($("#request-text").textContent, event.currentTarget));
 $("#model").addEventListener("change", () => {
   clearConversation();
   loadModel($("#model").value).catch(fail);
