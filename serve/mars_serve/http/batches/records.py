@@ -36,11 +36,9 @@ class BatchRecord(BaseModel):
     endpoint: Endpoint
     input_file: str
     """Id of its file, as the storage has it; so are those below."""
-    output_file: str
-    error_file: str
-    has_output: bool = False
-    has_errors: bool = False
-    """Whether the file exists."""
+    output_file: str | None = None
+    error_file: str | None = None
+    """Made as the batch ends, so that files live their own lifetime; None without any answer."""
     completion_window: str
     expires_at: int
     """Time in seconds since 1970, here and below."""

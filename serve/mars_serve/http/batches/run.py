@@ -34,6 +34,7 @@ from mars_serve.http.batches.records import (
     Outcome,
 )
 from mars_serve.http.in_process import OwnRequests, is_refused, post_until_served
+from mars_serve.storage.objects import new_id
 
 _READ_LINES = 16
 """Lines that are read at once."""
@@ -186,9 +187,8 @@ class BatchRun:
 
     async def _end(self, outcome: Outcome) -> None:
         await self._hold()
-        async with self._writing:  # an older record written behind this one would stay
-            self._record.enter(outcome)
-            await self._store.update(self._name, self._record)
+        self._record.enter(outcome)
+        await self._tell()
         await self._store.clear(self._record.tenant, self._name)
 
     async def _check(self) -> bool:
@@ -206,7 +206,7 @@ class BatchRun:
             return False
         record.total = total
         record.enter("in_progress")
-        await self._store.update(self._name, record)
+        await self._tell()
         return True
 
     def _input(self) -> BinaryIO:
@@ -223,10 +223,14 @@ class BatchRun:
             await self._write()
             counts = (self._record.completed, self._record.failed)
             if counts != self._told:
-                async with self._writing:
-                    await self._store.update(self._name, self._record)
+                await self._tell()
                 self._told = counts
             await self._see_end()
+
+    async def _tell(self) -> None:
+        """Write the record; of two writes at once the older one might be the last."""
+        async with self._writing:
+            await self._store.update(self._name, self._record)
 
     async def _hold(self) -> None:
         """Raise `LeaseLost` if the batch is another process's by now, which may have ended it."""
@@ -370,19 +374,21 @@ class BatchRun:
         await self._hold()
         if outcome == "completed":
             record.enter("finalizing")
-            await self._store.update(self._name, record)
+            await self._tell()
         with TemporaryFile() as output, TemporaryFile() as errors:
             async for _, is_right, answer in self._kept():
                 (output if is_right else errors).write(answer + b"\n")
             if outcome == "expired":
                 await self._add_expired(errors)
             await self._hold()
-            record.has_output, record.has_errors = output.tell() > 0, errors.tell() > 0
+            record.output_file = (record.output_file or new_id()) if output.tell() else None
+            record.error_file = (record.error_file or new_id()) if errors.tell() else None
+            await self._tell()  # one that goes on here writes the same files
             for name, file, kind in (
                 (record.output_file, output, "output"),
                 (record.error_file, errors, "error"),
             ):
-                if file.tell():
+                if name:
                     filename = f"batch_{self._name}_{kind}.jsonl"
                     await files.add(
                         record.tenant, name, file, filename, "batch_output", on_full="exceed"

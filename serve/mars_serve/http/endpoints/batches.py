@@ -17,11 +17,14 @@ from mars_serve.http.batches.records import ENDED, BatchRecord, BatchStore, Endp
 from mars_serve.http.endpoints.files import PREFIX as FILE_PREFIX
 from mars_serve.http.endpoints.files import find_file
 from mars_serve.storage.files import no_storage, page_of
-from mars_serve.storage.objects import made_at, new_id
+from mars_serve.storage.objects import made_at
 
 _PREFIX = "batch_"
 _WINDOW = re.compile(r"([1-9][0-9]{0,4})([mhd])")
 _SECONDS = {"m": 60, "h": 3600, "d": 86_400}
+_END_S = 600
+"""Time before a batch's input is deleted at which it must have expired, in seconds: for its files
+to be made, and for a look at it."""
 
 
 class BatchBody(Body):
@@ -130,10 +133,8 @@ def batches_router(batches: BatchStore | None) -> APIRouter:
             tenant=caller.tenant,
             endpoint=body.endpoint,
             input_file=input_file,
-            output_file=new_id(),
-            error_file=new_id(),
             completion_window=body.completion_window,
-            expires_at=int(time.time()) + _window_s(body.completion_window, store),
+            expires_at=_expires_at(body.completion_window, store.files.expires_at(input_file)),
             metadata=body.metadata,
         )
         return _object(await store.create(record), record)
@@ -188,15 +189,18 @@ async def _find(store: BatchStore, request: Request, batch_id: str) -> tuple[str
     return name, record
 
 
-def _window_s(window: str, store: BatchStore) -> int:
-    match, days = _WINDOW.fullmatch(window), store.files.storage.settings.lifetime_days
+def _expires_at(window: str, input_expires_at: int) -> int:
+    """Return the end of a window from now on, which must come before the input file's."""
+    match = _WINDOW.fullmatch(window)
     if match is None:
         raise invalid_value("completion_window", "give a time such as 24h, 30m or 7d")
-    seconds = int(match[1]) * _SECONDS[match[2]]
-    if seconds > days * 86_400:
-        reason = f"files are kept for {days:g} days (storage.lifetime_days); give less"
-        raise invalid_value("completion_window", reason)
-    return seconds
+    now, seconds = int(time.time()), int(match[1]) * _SECONDS[match[2]]
+    most = (input_expires_at - now - _END_S) // 60
+    if seconds > most * 60:
+        remedy = f"give {most}m or less, or upload it again" if most > 0 else "upload it again"
+        reason = f"the input file is deleted at {input_expires_at} (storage.lifetime_days)"
+        raise invalid_value("completion_window", f"{reason}; {remedy}")
+    return now + seconds
 
 
 async def _shown(store: BatchStore, name: str, record: BatchRecord) -> BatchObject:
@@ -207,6 +211,11 @@ async def _shown(store: BatchStore, name: str, record: BatchRecord) -> BatchObje
             record.status = "cancelling"
             record.times["cancelling"] = cancelled_at
     return _object(name, record)
+
+
+def _file_id(record: BatchRecord, name: str | None) -> str | None:
+    """Return the id of a file that a batch has made, once it is there."""
+    return FILE_PREFIX + name if name and record.status in ENDED else None
 
 
 def _object(name: str, record: BatchRecord) -> BatchObject:
@@ -222,8 +231,8 @@ def _object(name: str, record: BatchRecord) -> BatchObject:
         input_file_id=FILE_PREFIX + record.input_file,
         completion_window=record.completion_window,
         status=record.status,
-        output_file_id=FILE_PREFIX + record.output_file if record.has_output else None,
-        error_file_id=FILE_PREFIX + record.error_file if record.has_errors else None,
+        output_file_id=_file_id(record, record.output_file),
+        error_file_id=_file_id(record, record.error_file),
         created_at=int(made_at(name)),
         in_progress_at=times.get("in_progress"),
         expires_at=record.expires_at,
