@@ -55,21 +55,29 @@ def clusters_on_loopback() -> Iterator[None]:
 
 
 @contextmanager
-def clusters_without_monitors() -> Iterator[None]:
-    """Start clusters within the block without two of their processes, each half a CPU second.
+def clusters_without_helpers() -> Iterator[None]:
+    """Start clusters within the block without three processes, each up to a CPU second.
 
-    One would add nodes, which a cluster of one machine never does; the other would send the
-    workers' logs to this process, which does not ask for them. Relies on the methods of ``Node``
-    that start them: ``ray.init`` has no option for either.
+    The monitor would add nodes, which a cluster of one machine never does; the log monitor would
+    send the workers' logs to this process, which does not ask for them; the API server, for which
+    the start waits, does nothing where the dashboard is off. Relies on the methods of ``Node`` that
+    start them: ``ray.init`` has no option for any.
     """
+    from ray._private import ray_constants
     from ray._private.node import Node
 
-    before = Node.start_monitor, Node.start_log_monitor
+    def start_no_api_server(node: Node, **_options: object) -> None:
+        # a node's agent would ask for the address once a second, and log each time
+        key, space = ray_constants.DASHBOARD_ADDRESS, ray_constants.KV_NAMESPACE_DASHBOARD
+        node.get_gcs_client().internal_kv_put(key.encode(), b"127.0.0.1:0", True, space)
+
+    before = Node.start_monitor, Node.start_log_monitor, Node.start_api_server
     Node.start_monitor = Node.start_log_monitor = lambda _node: None
+    Node.start_api_server = start_no_api_server
     try:
         yield
     finally:
-        Node.start_monitor, Node.start_log_monitor = before
+        Node.start_monitor, Node.start_log_monitor, Node.start_api_server = before
 
 
 def poll_serve_often(period_s: float) -> None:

@@ -12,7 +12,7 @@ from mars_platform.cluster.processes import attempt
 from mars_platform.cluster.ray_private import (
     busy_node_variables,
     clusters_on_loopback,
-    clusters_without_monitors,
+    clusters_without_helpers,
     signal_handler_kept,
 )
 from mars_platform.cluster.settings import ClusterSettings
@@ -59,7 +59,7 @@ def _connect(settings: ClusterSettings, min_cpus: int, environment: Mapping[str,
     with (
         _added_to_environment({**busy_node_variables(), **environment}),
         clusters_on_loopback(),
-        clusters_without_monitors(),
+        clusters_without_helpers(),
     ):
         attempt(
             lambda: _start_local(settings, min_cpus),

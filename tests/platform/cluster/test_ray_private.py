@@ -39,14 +39,16 @@ def test_no_private_name_of_ray_stands_outside_its_file():
     assert found == {LAUNCHER: {"RAY_SERVE_HAPROXY_BINARY_PATH"}}
 
 
-def test_the_monitors_of_a_node_are_back_after_the_block():
+def test_the_helpers_of_a_node_are_back_after_the_block():
     from ray._private.node import Node
 
-    before = (Node.start_monitor, Node.start_log_monitor)
-    with ray_private.clusters_without_monitors():
-        assert Node.start_monitor not in before
-        assert Node.start_log_monitor not in before
-    assert (Node.start_monitor, Node.start_log_monitor) == before
+    def helpers():
+        return (Node.start_monitor, Node.start_log_monitor, Node.start_api_server)
+
+    before = helpers()
+    with ray_private.clusters_without_helpers():
+        assert not set(before) & set(helpers())
+    assert helpers() == before
 
 
 def test_the_period_of_serves_client_is_read_by_its_wait():
