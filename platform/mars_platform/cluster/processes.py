@@ -3,20 +3,23 @@
 Imports no Ray or torch.
 """
 
+import os
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 
 import httpx
 
-from mars_platform.errors import UserError, one_line
+from mars_platform.errors import Stopped, UserError, one_line
 
 MAX_ATTEMPTS = 3
 """Times that `attempt` tries to start something."""
 
+_START_TIMEOUT_S = 600.0  # a busy machine may start Ray several times
 _STOP_TIMEOUT_S = 60.0
 _POLL_S = 0.2
 
@@ -31,6 +34,64 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def start_process(
+    command: Sequence[str], environment: Mapping[str, str], log: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a program with further variables; its output is appended to ``log`` if there is one.
+
+    It runs in a session of its own: an interrupt on the terminal reaches it only by `end_process`.
+    """
+    with log.open("ab") if log else nullcontext() as output:
+        return subprocess.Popen(  # noqa: S603 - a command of ours or the user's, no shell
+            command,
+            env={**os.environ, **environment},
+            start_new_session=True,
+            stdout=output,
+            stderr=output,
+        )
+
+
+@contextmanager
+def running_server(
+    command: Sequence[str],
+    ready_url: str,
+    environment: Mapping[str, str],
+    *,
+    name: str,
+    log: Path | None = None,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a server for the length of the block, which begins when ``ready_url`` gives status 200.
+
+    Raises:
+        CommandFailed: the server ended, or was not ready in time; the message starts with ``name``.
+    """
+    process = start_process(command, environment, log)
+    try:
+        wait_until_ready(process, ready_url, name=name, timeout_s=_START_TIMEOUT_S)
+        yield process
+    finally:
+        end_process(process)
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Leave the block on SIGTERM, so that what it has started ends, too.
+
+    Raises:
+        Stopped: the signal arrived.
+    """
+
+    def stop(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # a second one must not break off the clean end
+        raise Stopped("terminated; all that the command had started has ended")
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def wait_until_ready(

@@ -1,6 +1,5 @@
 """Runs marsray's own commands as child processes and ends them."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,9 +7,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mars_platform.cluster.processes import CommandFailed, end_process, wait_until_ready
+from mars_platform.cluster.processes import (
+    CommandFailed,
+    end_process,
+    running_server,
+    start_process,
+)
 
-_START_TIMEOUT_S = 600.0  # a busy machine may start Ray several times
+_COMMAND = [sys.executable, "-m", "mars_platform"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ def run_command(arguments: list[str], environment: dict[str, str]) -> None:
     Raises:
         CommandFailed: the exit status is not 0.
     """
-    process = _start(arguments, environment)
+    process = start_process([*_COMMAND, *arguments], environment)
     try:
         status = process.wait()
     except BaseException:
@@ -52,7 +56,7 @@ def _check(command: str, status: int) -> None:
 
 
 @contextmanager
-def running_server(
+def serving(
     models: dict[str, Path], port: int, environment: dict[str, str]
 ) -> Iterator[DemoServer]:
     """Run ``marsray serve`` for the length of the block.
@@ -65,20 +69,7 @@ def running_server(
         arguments += ["--model", f"{name}={path}"]
     # of requests that name none; a model without masks has mode ar only
     arguments += [part for i in range(len(models)) for part in ("--set", f"models.{i}.mode=exact")]
-    process = _start(arguments, environment)
-    try:
-        address = f"http://127.0.0.1:{port}"
-        wait_until_ready(
-            process, f"{address}/ready", name="marsray serve", timeout_s=_START_TIMEOUT_S
-        )
+    address = f"http://127.0.0.1:{port}"
+    command = [*_COMMAND, *arguments]
+    with running_server(command, f"{address}/ready", environment, name="marsray serve") as process:
         yield DemoServer(f"{address}/v1", f"{address}/", process)
-    finally:
-        end_process(process)
-
-
-def _start(arguments: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "mars_platform", *arguments]
-    # In a new session, an interrupt on the terminal reaches the command only through `end_process`.
-    return subprocess.Popen(  # noqa: S603 - our own command, no shell
-        command, env={**os.environ, **environment}, start_new_session=True
-    )

@@ -4,7 +4,6 @@ import asyncio
 import json
 import secrets
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -20,11 +19,11 @@ from mars_platform.checkpoint.examples import write_examples
 from mars_platform.cli.progress import progress_display
 from mars_platform.cli.report import check_output_files, say, write_json, writing
 from mars_platform.cli.shading import print_shaded
-from mars_platform.cluster.processes import free_port
+from mars_platform.cluster.processes import ended_by_sigterm, free_port
 from mars_platform.cluster.ray_private import worker_start_variables
 from mars_platform.demo.command import DemoOptions
 from mars_platform.demo.measure import DemoResult, Item, measure, read_items, stream_passes
-from mars_platform.demo.server import DemoServer, run_command, running_server
+from mars_platform.demo.server import DemoServer, run_command, serving
 from mars_platform.demo.table import (
     AR_MODEL,
     MARS_MODEL,
@@ -34,7 +33,7 @@ from mars_platform.demo.table import (
     figures,
     results_table,
 )
-from mars_platform.errors import Stopped, UserError
+from mars_platform.errors import UserError
 
 _NUM_EXAMPLES = 19_500
 _LONGEST_TEMPORARY = 25
@@ -76,7 +75,7 @@ def run_demo(console: Console, options: DemoOptions) -> None:
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise UserError(f"--keep: {keep} is not empty; name a new directory")
     check_output_files({"--json": options.json_file, "--svg": options.svg})
-    with _ended_by_sigterm(), _work_directory(keep) as work, _ray_environment() as environment:
+    with ended_by_sigterm(), _work_directory(keep) as work, _ray_environment() as environment:
         demo = _Demo(options, console, work, environment)
         _make_model(demo)
         _serve(demo)
@@ -116,7 +115,7 @@ def _serve(demo: _Demo) -> None:
     if demo.options.serve:
         _calibrate(demo)
     started = time.monotonic()
-    with running_server(models, free_port(), demo.environment) as server:
+    with serving(models, free_port(), demo.environment) as server:
         demo.seconds["serve_start"] = round(time.monotonic() - started, 1)
         _show(demo, server, items)
         if demo.options.serve:
@@ -198,25 +197,6 @@ def _print_next(demo: _Demo, server: DemoServer, item: Item) -> None:
     else:
         text = "Next, type: marsray demo --serve (it keeps the server up, for questions of yours)"
     say(demo.console, text)
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Leave the block on SIGTERM, so that what it has started ends, too.
-
-    Raises:
-        Stopped: the signal arrived.
-    """
-
-    def stop(number: int, _: object) -> None:
-        signal.signal(number, signal.SIG_IGN)  # a second one must not break off the clean end
-        raise Stopped("terminated; everything that the demo had started has ended")
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
