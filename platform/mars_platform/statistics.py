@@ -1,10 +1,13 @@
-"""Quantiles, and 95% intervals of rates and ratios measured on a sample of items.
+"""Quantiles, ranges over rounds, and 95% intervals of rates and ratios of a sample of items.
 
 Imports no Ray, torch or HTTP library.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
+from statistics import median
 from typing import NamedTuple
 
 _Z95 = 1.959964
@@ -16,6 +19,27 @@ class Estimate(NamedTuple):
     value: float
     low: float
     high: float
+
+
+class RoundRange(NamedTuple):
+    """A median over the rounds, with the lowest and the highest value."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> RoundRange:
+        """Return the range of at least one value."""
+        return cls(median(values), min(values), max(values))
+
+    def text(self, spec: str) -> str:
+        """Return the range in words, with the format ``spec`` for each number.
+
+        One round has no range.
+        """
+        middle, low, high = (format(part, spec) for part in self)
+        return middle if low == high else f"{middle} ({low}-{high})"
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:

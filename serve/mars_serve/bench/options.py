@@ -1,4 +1,4 @@
-"""Defines the options of ``marsray bench decode`` and ``marsray bench load``.
+"""Defines the options of the commands ``marsray bench``.
 
 Imports no Ray, torch or HTTP library.
 """
@@ -67,6 +67,65 @@ class DecodeOptions(Settings):
     weights float32 on the CPU, bfloat16 on CUDA."""
 
 
+class ComparedName(StrEnum):
+    """A server to compare, or a mode of marsray's."""
+
+    AR = "ar"
+    EXACT = "exact"
+    THRESHOLD = "threshold"
+    VLLM = "vllm"
+    VLLM_SPECULATIVE = "vllm-speculative"
+    TRANSFORMERS = "transformers"
+
+
+class CompareOptions(Settings):
+    """Options of ``marsray bench compare``."""
+
+    model: Annotated[str, typer.Argument()]
+    """Checkpoint directory or hub id."""
+    contenders: Annotated[tuple[ComparedName, ...], typer.Option("--contender")] = tuple(
+        ComparedName
+    )
+    """Server, or mode of this one, to measure; those that are not installed are left out. May be
+    repeated."""
+    vllm: str = "vllm"
+    """Program of vLLM, such as ENV/bin/vllm."""
+    speculation: str = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}'
+    """Configuration of vllm-speculative, as for vLLM's --speculative-config."""
+    others: Annotated[tuple[str, ...], typer.Option("--other")] = ()
+    """NAME=COMMAND of another server with /health and chat completions that tell their usage;
+    {model} is the checkpoint, and --port is added. May be repeated."""
+    clients: Annotated[tuple[int, ...], typer.Option("--clients", min=1)] = (1, 4, 8, 16, 32, 64)
+    """Number of clients, each of which waits for its answer before it asks again. May be
+    repeated."""
+    rounds: int = Field(default=5, ge=1)
+    """Number of times that each server is started and measured."""
+    num_requests: int = Field(default=48, ge=1)
+    """Requests of a run: two to four for each client, up to this number if it is more."""
+    limit_s: Annotated[float, typer.Option("--limit")] = Field(default=30.0, gt=0)
+    """Seconds after which a run sends no more requests."""
+    prompts: Path | None = None
+    """File of conversations; answers are checked where rows have one. By default random prompts."""
+    prompt_tokens: int = Field(default=64, ge=1)
+    """Length of a random prompt, about."""
+    shared_tokens: int = Field(default=0, ge=0)
+    """Number of its tokens with which all random prompts begin alike."""
+    max_tokens: int = Field(default=64, ge=1)
+    """Largest number of output tokens."""
+    threshold: float = Field(default=0.95, gt=0, le=1)
+    """Confidence threshold in (0, 1] of contender threshold."""
+    dtype: NumberType | None = None
+    """Type of the weights in all servers; by default the one that the model is stored in."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of random prompts."""
+    json_file: Annotated[Path | None, typer.Option("--json")] = None
+    """File to write the figures to after each round; - prints them instead."""
+    out: Path | None = None
+    """File to write the table to in Markdown."""
+    log: Path = Path("compare.log")
+    """File for what the servers print."""
+
+
 class LoadOptions(Settings):
     """Options of ``marsray bench load``."""
 
@@ -85,9 +144,6 @@ class LoadOptions(Settings):
     trace's lengths are sent."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Largest number of output tokens for a conversation; by default as in the trace."""
-    classes: str | None = None
-    """Shares of tiers to draw from, such as priority=.1,default=.6,flex=.3; by default as in the
-    trace."""
     objective_ttft_s: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Objective for the time to first token, in seconds."""
     duration_s: Annotated[float | None, typer.Option("--duration")] = Field(
@@ -99,7 +155,7 @@ class LoadOptions(Settings):
     timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     """Seconds after which a request is given up."""
     seed: int = Field(default=0, ge=0)
-    """Seed of drawn tiers and prompts. A server caches the prompts that it has seen, so use another
+    """Seed of random prompts. A server caches the prompts that it has seen, so use another
     seed for a second test."""
     key_env: str | None = None
     """Environment variable that holds the server's key."""

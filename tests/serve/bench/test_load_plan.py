@@ -71,9 +71,9 @@ def test_a_bad_row_is_named(tmp_path: Path, row: str, message: str) -> None:
     path = tmp_path / "data.jsonl"
     good = {"messages": [*QUESTION, {"role": "assistant", "content": "x"}], "answer": 3}
     path.write_text(json.dumps(good) + "\n" + row + "\n")
-    assert [question.answer for question in read_questions(path, 1)] == ["3"]
+    assert [question.answer for question in read_questions(path, 1, "--data")] == ["3"]
     with pytest.raises(UserError, match=message):
-        read_questions(path, 5)
+        read_questions(path, 5, "--data")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 from collections.abc import Callable
@@ -53,3 +54,25 @@ async def test_too_many_open_files_are_the_senders_failure(number: int, error: s
 
     replayed = await replay_one(refuse)
     assert [sent.error for sent in replayed.sent] == [error]
+
+
+async def test_clients_wait_for_their_answers() -> None:
+    running = most = 0
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        running -= 1
+        return httpx.Response(200, text="data: [DONE]\n\n")
+
+    transport = httpx.MockTransport(answer)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        plan = LoadPlan("m", [planned(index) for index in range(7)], [5, 6], 0)
+        replay = Replay(client, plan, 10, lambda *_: None, num_clients=2)
+        assert sorted(each.request.index for each in (await replay.run()).sent) == list(range(7))
+        assert most == 2
+        replay = Replay(client, plan, 10, lambda *_: None, num_clients=2, limit_s=0)
+        assert (await replay.run()).sent == []

@@ -9,13 +9,12 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 
 from decoding.local_engine_client import LocalEngineClient
 from mars_autoscale.traces.files import TraceRequest
@@ -33,6 +32,7 @@ from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
 from rest.rest_server import ENGINE, SingleEngineBackend, app_of, served
 from trace_files import write_trace
+from web.live_server import live_server
 
 QUESTION = [{"role": "user", "content": "What is 3 plus 4?"}]
 KEY = "a key of this test alone"
@@ -106,27 +106,20 @@ def loop(make_loop: Callable[..., LocalEngineClient]) -> LocalEngineClient:
 @contextmanager
 def serving(mars: Checkpoint, backend: Backend, **settings: Any) -> Iterator[str]:
     """Serve over real HTTP and yield the address."""
-    app = app_of(served("mars", mars, backend), **settings)
-    config = uvicorn.Config(
-        app, port=0, log_level="error", ws="none", lifespan="off", timeout_graceful_shutdown=1
-    )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            time.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.should_exit = True
-        thread.join()
+    with live_server(app_of(served("mars", mars, backend), **settings)) as server:
+        yield server.address
 
 
-def trace_file(tmp_path: Path, count: int = 20, every_s: float = 0.5, num_output: int = 6) -> Path:
+def trace_file(
+    tmp_path: Path,
+    count: int = 20,
+    every_s: float = 0.5,
+    num_output: int = 6,
+    tiers: Sequence[Tier] = tuple(Tier),
+) -> Path:
     path = tmp_path / "trace.csv"
     requests = [
-        TraceRequest(every_s * index, 10 + index, num_output, list(Tier)[index % 3])
+        TraceRequest(every_s * index, 10 + index, num_output, tiers[index % len(tiers)])
         for index in range(count)
     ]
     write_trace(path, requests)
@@ -162,20 +155,14 @@ def test_a_trace_is_replayed_and_measured(
     assert found["duration_s"] >= 9.5 / 20
 
 
-def test_the_seed_draws_prompts_and_tiers(
-    mars: Checkpoint, loop: LocalEngineClient, tmp_path: Path
-) -> None:
+def test_the_seed_draws_prompts(mars: Checkpoint, loop: LocalEngineClient, tmp_path: Path) -> None:
     with serving(mars, SingleEngineBackend(loop)) as url:
-        tests = [
-            load(url, trace_file(tmp_path), classes="flex=.5,default=.5", seed=seed, duration_s=0.1)
-            for seed in (1, 1, 2)
-        ]
+        tests = [load(url, trace_file(tmp_path), seed=seed, duration_s=0.1) for seed in (1, 1, 2)]
     plans = [test.replayed.plan for test in tests]
     # the requests of the trace's first 5 s
     contents = [[plan.content(request) for request in plan.requests] for plan in plans]
     assert [len(each) for each in contents] == [11, 11, 11]
     assert contents[0] == contents[1] != contents[2]
-    assert tests[0].figures.classes.keys() == {"default", "flex"}
 
 
 def test_answers_are_checked(mars: Checkpoint, loop: LocalEngineClient, tmp_path: Path) -> None:
@@ -226,13 +213,12 @@ def test_the_limits_of_a_key_are_reported(
 ) -> None:
     digest = hashlib.sha256(KEY.encode()).hexdigest()
     entry = {"name": "one", "sha256": digest, "tiers": ["default"], "requests_per_minute": 9}
-    trace = trace_file(tmp_path)
     with serving(mars, SingleEngineBackend(loop), keys={"entries": [entry]}) as url:
         with pytest.raises(UserError, match=r"--key-env: GET .* gives 401"):
-            load(url, trace)
+            load(url, trace_file(tmp_path))
         monkeypatch.setenv("LOAD_KEY", KEY)
-        of_tier = load(url, trace, key_env="LOAD_KEY", max_requests=1, classes="flex=1")
-        test = load(url, trace, key_env="LOAD_KEY", classes="default=1")
+        of_tier = load(url, trace_file(tmp_path, 1, tiers=[Tier.FLEX]), key_env="LOAD_KEY")
+        test = load(url, trace_file(tmp_path, tiers=[Tier.DEFAULT]), key_env="LOAD_KEY")
     assert of_tier.figures.all.errors == {"403 tier_not_allowed": 1}
     assert (of_tier.figures.all.rejected, of_tier.figures.all.failed) == (0, 1)
     found = test.figures.all
@@ -303,8 +289,6 @@ def test_an_interrupt_ends_the_test_early(
     [
         ({"model": "other"}, "--model: the server has no other; it has mars"),
         ({"max_tokens": 3}, "--max-tokens: .* give --data"),
-        ({"classes": "flex"}, "--classes: 'flex' is no share"),
-        ({"classes": "flex=.5"}, "--classes: classes: the shares make 0.5"),
         ({"key_env": "MARSRAY_NO_SUCH_KEY"}, "--key-env: MARSRAY_NO_SUCH_KEY is not set"),
         ({"json_file": Path("/nowhere/x.json")}, "--json: there is no directory /nowhere"),
         ({"url": "http://127.0.0.1:1"}, "--url: GET http://127.0.0.1:1/v1/models fails"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 from mars_platform.tier import Tier
@@ -22,7 +23,8 @@ def sent(
     """Return a request that was sent, with the times that its client saw."""
     at_s = fields.pop("at_s", sent_s)
     request = planned(at_s=at_s, tier=Tier(tier))
-    return SentRequest(request, sent_s, first_s, end_s, **fields)
+    times = array("d", [] if first_s is None else [first_s])
+    return SentRequest(request, sent_s, end_s, times, **fields)
 
 
 def served(sent_s: float, ttft_s: float, e2e_s: float, **fields: Any) -> SentRequest:

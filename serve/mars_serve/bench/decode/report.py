@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
-from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -15,6 +13,7 @@ from rich.table import Table
 
 from mars_platform import __version__
 from mars_platform.cli.report import Column, print_json, print_notes, table_of
+from mars_platform.statistics import RoundRange
 from mars_serve.bench.decode.run import BatchResult, ContenderResult, DecodeComparison
 from mars_serve.bench.options import DecodeOptions
 from mars_serve.config.hardware import cpu_name
@@ -27,24 +26,6 @@ RATIOS = (
     ("exact", "threshold"),
     ("exact", "hf-generate"),
 )
-
-
-class RoundRange(NamedTuple):
-    """A median over the rounds, with the lowest and the highest value."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> RoundRange:
-        """Return the range of at least one value."""
-        return cls(median(values), min(values), max(values))
-
-    def text(self, spec: str) -> str:
-        """Return the range in words, with the format ``spec`` for each number."""
-        middle, low, high = (format(part, spec) for part in self)
-        return f"{middle} ({low}-{high})"
 
 
 def ratio(above: ContenderResult, below: ContenderResult) -> RoundRange:

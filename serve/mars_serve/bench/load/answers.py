@@ -28,6 +28,10 @@ class _Mars(BaseModel):
     forward_passes: int | None = None
 
 
+class _Usage(BaseModel):
+    completion_tokens: int
+
+
 class _Error(BaseModel):
     message: str = ""
     code: str | None = None
@@ -38,4 +42,5 @@ class StreamEvent(BaseModel):
 
     choices: list[_Choice] = []
     mars: _Mars = _Mars()
+    usage: _Usage | None = None
     error: _Error | None = None

@@ -6,6 +6,7 @@ Requests that an interrupt cut off count as sent and in nothing else.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean
 
 from mars_platform.statistics import Estimate, proportion, quantile
@@ -31,6 +32,10 @@ class ClientFigures:
     """Median time from sending to the first token."""
     ttft_p99_s: float | None
     """99th percentile of the time from sending to the first token."""
+    itl_p50_s: float | None
+    """Median time between two events with tokens of an answer, each of one or several tokens."""
+    itl_p99_s: float | None
+    """99th percentile of the time between two events with tokens."""
     e2e_p50_s: float | None
     """Median time from sending to the end."""
     e2e_p99_s: float | None
@@ -112,6 +117,7 @@ def client_figures(
     num_tokens = sum(each.num_tokens for each in sent)
     statuses = Counter(each.status for each in ended)
     rejected = sum(statuses[status] for status in REJECTIONS)
+    itl = [later - sooner for each in served for sooner, later in pairwise(each.token_s)]
     ttft, e2e = [each.ttft_s for each in ended], [each.e2e_s for each in ended]
     return ClientFigures(
         num_sent=len(sent),
@@ -120,6 +126,8 @@ def client_figures(
         slo_attainment=_share(sum(seconds <= objective_s for seconds in ttft), len(ended)),
         ttft_p50_s=quantile(ttft, 0.5),
         ttft_p99_s=quantile(ttft, 0.99),
+        itl_p50_s=quantile(itl, 0.5),
+        itl_p99_s=quantile(itl, 0.99),
         e2e_p50_s=quantile(e2e, 0.5),
         e2e_p99_s=quantile(e2e, 0.99),
         threshold_mean=_mean_threshold(served),

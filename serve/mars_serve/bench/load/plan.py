@@ -1,7 +1,7 @@
 """Plans a load test: which requests of a trace are sent at which time, with which prompts."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,8 @@ class LoadPlan:
     """Token ids that made-up prompts consist of."""
     seed: int
     """Seed of the made-up prompts, not negative."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of each body."""
 
     def content(self, request: PlannedRequest) -> tuple[str, bytes]:
         """Return the path and body of a request.
@@ -66,6 +68,7 @@ class LoadPlan:
             "service_tier": request.tier,
             "max_tokens": request.max_tokens,
             "stream": True,
+            **self.fields,
         }
         if request.question is not None:
             body |= request.question.request
@@ -76,18 +79,18 @@ class LoadPlan:
         return "/v1/completions", to_json(body)
 
 
-def read_questions(path: Path, most: int) -> list[Question]:
-    """Read the first ``most`` conversations of a file, as ``marsray eval`` does.
+def read_questions(path: Path, most: int, option: str) -> list[Question]:
+    """Read the first ``most`` conversations of the file that ``option`` names, as eval does.
 
     Raises:
         UserError: the file cannot be read or holds no row, or a row is bad; names file and line.
     """
     questions = [
         Question(source, row.request(), answer)
-        for source, row, answer in islice(read_checked_rows([path], "--data"), most)
+        for source, row, answer in islice(read_checked_rows([path], option), most)
     ]
     if not questions:
-        raise UserError(f"--data: {path} holds no row; name a file with conversations")
+        raise UserError(f"{option}: {path} holds no row; name a file with conversations")
     return questions
 
 

@@ -22,7 +22,7 @@ def print_load(test: LoadTest, console: Console) -> None:
     tiers = [{"class": tier, **vars(each)} for tier, each in test.figures.classes.items()]
     everyone = {"class": "all", **vars(test.figures.all)}
     console.print(table_of(columns, tiers, [everyone], infinite="never"))
-    print_notes(console, [*_notes(test), *_error_notes(test.replayed.sent)])
+    print_notes(console, [*_notes(test), *error_notes(test.replayed.sent)])
     warning = lateness_warning(test.figures)
     if warning is not None:
         print_notes(console, [warning], style="bold red")
@@ -90,7 +90,7 @@ def _notes(test: LoadTest) -> Iterable[str]:
         )
 
 
-def _error_notes(sent: Sequence[SentRequest]) -> Iterable[str]:
+def error_notes(sent: Sequence[SentRequest]) -> Iterable[str]:
     """Yield the number of each kind of error, with the first message of that kind."""
     messages: dict[str, list[str]] = {}
     for each in sent:

@@ -13,7 +13,6 @@ from mars_autoscale.traces.files import TraceRequest, read_trace
 from mars_autoscale.traces.synthetic import TraceChange, changed
 from mars_platform.cli.addresses import key_in
 from mars_platform.cli.report import check_output_files
-from mars_platform.config import build_settings
 from mars_platform.errors import UserError
 from mars_serve.bench.load.figures import LoadFigures, figures_of
 from mars_serve.bench.load.plan import (
@@ -58,7 +57,9 @@ def run_load(options: LoadOptions, on_progress: Callable[[int, int, str], None])
     trace = _trace(options)
     if options.data is None and options.max_tokens is not None:
         raise UserError("--max-tokens: made-up prompts have the trace's outputs; give --data, too")
-    questions = read_questions(options.data, len(trace)) if options.data is not None else []
+    questions = (
+        read_questions(options.data, len(trace), "--data") if options.data is not None else []
+    )
     allow_connections()
 
     async def run() -> Replayed:
@@ -73,23 +74,10 @@ def run_load(options: LoadOptions, on_progress: Callable[[int, int, str], None])
 
 def _trace(options: LoadOptions) -> list[TraceRequest]:
     given = read_trace(options.trace, options.trace_format)
-    content = {"classes": _shares(options.classes) if options.classes is not None else {}}
-    change = build_settings(content, TraceChange, source="--classes")
     if options.duration_s is not None:
-        change = change.model_copy(update={"cut_s": options.duration_s * options.speedup})
-    return changed(given, change, options.seed)[: options.max_requests]
-
-
-def _shares(text: str) -> dict[str, str]:
-    shares = {}
-    for part in text.split(","):
-        name, separator, share = part.partition("=")
-        if not separator:
-            raise UserError(
-                f"--classes: {part!r} is no share; write it as priority=.1,default=.6,flex=.3"
-            )
-        shares[name.strip()] = share.strip()
-    return shares
+        change = TraceChange(cut_s=options.duration_s * options.speedup)
+        given = changed(given, change, options.seed)
+    return given[: options.max_requests]
 
 
 async def _plan(

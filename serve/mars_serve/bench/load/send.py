@@ -1,11 +1,15 @@
-"""Sends the requests of a plan to a server, each at its time, and records what the clients see.
+"""Sends the requests of a plan to a server and records what the clients see.
 
-The loop is open: a request never waits for another one.
+Each is sent at its time, without waiting for another one, unless a number of clients is given.
 """
+
+from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Callable
+import math
+from array import array
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -34,10 +38,10 @@ class SentRequest:
     request: PlannedRequest
     sent_s: float
     """Time of sending."""
-    first_s: float | None = None
-    """Time of the first event with tokens."""
     end_s: float | None = None
     """Time of the end; None while the request runs, and after an interrupt."""
+    token_s: array[float] = field(default_factory=lambda: array("d"))
+    """Times of the events with tokens."""
     status: int | None = None
     """Status of the response; None if there is none."""
     num_tokens: int = 0
@@ -48,6 +52,8 @@ class SentRequest:
     """Mean τ over the passes; None unless the request was served to its end."""
     threshold_min: float | None = None
     """Lowest τ of a pass; None unless the request was served to its end."""
+    said: int | None = None
+    """Hash of the answer's text; None if the request was not served to its end."""
     correct: bool | None = None
     """Whether the answer is correct; None if it was not served or cannot be checked."""
     error: str | None = None
@@ -67,9 +73,9 @@ class SentRequest:
     @property
     def ttft_s(self) -> float:
         """Seconds from sending to the first token; infinite if the request was not served."""
-        if self.first_s is None or not self.is_served:
+        if self.end_s is None or not self.is_served:
             return float("inf")
-        return self.first_s - self.sent_s
+        return (self.token_s[0] if self.token_s else self.end_s) - self.sent_s
 
     @property
     def e2e_s(self) -> float:
@@ -107,6 +113,11 @@ class Replay:
     on_progress: Callable[[int, int, str], None]
     """Called each second with the number of ended requests, the number of all requests, and a text
     about how many were sent."""
+    num_clients: int | None = None
+    """Number of clients, each of which sends the plan's next request when its last has ended; None
+    for as many as there are requests at a time."""
+    limit_s: float = math.inf
+    """Seconds after which a client sends no more requests."""
 
     def __post_init__(self) -> None:
         self._clock = asyncio.get_running_loop().time
@@ -130,10 +141,21 @@ class Replay:
         return self._result
 
     async def _send_all(self, group: asyncio.TaskGroup) -> None:
+        if self.num_clients is not None:
+            waiting = iter(self.plan.requests)
+            for _ in range(self.num_clients):
+                group.create_task(self._send_in_turn(waiting))
+            return
         for request in self.plan.requests:
             path, content = self.plan.content(request)
             await self._until(request.at_s)
             group.create_task(self._send(request, path, content))
+
+    async def _send_in_turn(self, waiting: Iterator[PlannedRequest]) -> None:
+        for request in waiting:  # shared by all clients
+            if self._now() >= self.limit_s:
+                return
+            await self._send(request, *self.plan.content(request))
 
     async def _until(self, time_s: float) -> None:
         await asyncio.sleep(max(0.0, time_s - self._now()))
@@ -166,25 +188,31 @@ class Replay:
             said, is_whole = list[str](), False
             async for line in response.aiter_lines():
                 kind, _, data = line.partition(": ")
+                if kind == "data" and data != "[DONE]":
+                    event = StreamEvent.model_validate_json(data)
+                    self._take(sent, event, said)
+                    is_whole = is_whole or event.usage is not None
                 is_whole = is_whole or data == "[DONE]"
-                if kind == "data" and not is_whole:
-                    self._take(sent, StreamEvent.model_validate_json(data), said)
         if sent.error is None and not is_whole:
             sent.error = "stream cut off"
-        question = sent.request.question
-        if sent.error is None and question is not None and question.answer is not None:
-            sent.correct = is_correct("".join(said), question.answer)
+        if sent.error is None:
+            answer, question = "".join(said), sent.request.question
+            sent.said = hash(answer)
+            if question is not None and question.answer is not None:
+                sent.correct = is_correct(answer, question.answer)
 
     def _take(self, sent: SentRequest, event: StreamEvent, said: list[str]) -> None:
         if event.error is not None:
             sent.error = f"stream: {event.error.code or 'error'}"
             sent.message = event.error.message
             return
-        mars = event.mars
-        if mars.tokens and sent.first_s is None:
-            sent.first_s = self._now()
+        mars, texts = event.mars, [choice.said for choice in event.choices]
+        if mars.tokens or any(texts):
+            sent.token_s.append(self._now())
         sent.num_tokens += mars.tokens
-        said += [choice.said for choice in event.choices]
+        if event.usage is not None:
+            sent.num_tokens = event.usage.completion_tokens
+        said += texts
         if mars.forward_passes is not None:
             lowest = mars.min_confidence_threshold
             sent.num_passes = mars.forward_passes
