@@ -1,13 +1,14 @@
-"""The commands ``marsray bench decode`` and ``marsray bench load``."""
+"""The commands ``marsray bench decode``, ``load`` and ``compare``."""
 
 import typer
 
 from mars_platform.cli.main import show_help_without_command
 from mars_platform.cli.options import AsJson, with_options
-from mars_serve.bench.options import DecodeOptions, LoadOptions
+from mars_serve.bench.options import CompareOptions, DecodeOptions, LoadOptions
 
 _FILE_WIDTH = 120  # columns of a table in a file or pipe
 _LOAD_WIDTH = 160
+_COMPARE_WIDTH = 190
 _INTERRUPTED = 130  # the shell's status for SIGINT
 
 bench = typer.Typer(rich_markup_mode=None)
@@ -15,7 +16,7 @@ bench = typer.Typer(rich_markup_mode=None)
 
 @bench.callback(invoke_without_command=True)
 def _bench(context: typer.Context) -> None:
-    """Benchmark decoding, or a server under load."""
+    """Benchmark decoding, a server under load, or servers beside one another."""
     show_help_without_command(context)
 
 
@@ -64,3 +65,33 @@ def load(options: LoadOptions) -> None:
         write_json(options.json_file, figures_json(test))
     if test.replayed.was_interrupted:
         raise typer.Exit(_INTERRUPTED)
+
+
+@bench.command()
+@with_options
+def compare(options: CompareOptions) -> None:
+    """Compare the speed of this server and others on the same prompts.
+
+    A round starts each server alone, on a free port, and measures it with each number of clients.
+    """
+    from functools import partial
+
+    from mars_platform.cli.progress import progress_display
+    from mars_platform.cli.report import STANDARD_OUTPUT, output_console, write_json, writing
+    from mars_platform.cluster.processes import ended_by_sigterm
+    from mars_serve.bench.compare.report import figures_json, markdown_of, print_servers
+    from mars_serve.bench.compare.run import ServerComparison, compare_servers
+
+    def write(comparison: ServerComparison) -> None:
+        if options.out is not None:
+            with writing(options.out):
+                options.out.write_text(markdown_of(comparison), encoding="utf-8")
+        if options.json_file not in (None, STANDARD_OUTPUT):
+            write_json(options.json_file, figures_json(comparison))
+
+    with ended_by_sigterm(), progress_display() as display:
+        comparison = compare_servers(options, partial(display.update, "bench compare"), write)
+    if options.json_file == STANDARD_OUTPUT:
+        write_json(options.json_file, figures_json(comparison))
+    else:
+        print_servers(comparison, output_console(_COMPARE_WIDTH))

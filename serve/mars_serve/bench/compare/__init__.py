@@ -1,0 +1,1 @@
+"""`marsray bench compare`: this server beside others, at several numbers of clients."""

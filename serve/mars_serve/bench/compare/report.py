@@ -1,0 +1,146 @@
+"""Shows the result of ``marsray bench compare``: a table with notes, Markdown, and JSON."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from io import StringIO
+from typing import Any
+
+from rich import box
+from rich.console import Console
+
+from mars_platform import __version__
+from mars_platform.cli.report import Column, print_notes, table_of
+from mars_platform.statistics import RoundRange
+from mars_serve.bench.compare.run import Run, ServerComparison
+from mars_serve.bench.compare.servers import BASELINE
+from mars_serve.config.hardware import cpu_name
+
+_FIGURES: dict[str, Callable[[Run], float | None]] = {
+    "tokens_per_s": lambda run: run.figures.tokens_per_s or None,  # some tell no usage
+    "tokens_per_pass": lambda run: run.tokens_per_pass,
+    "ttft_p50_s": lambda run: run.figures.ttft_p50_s,
+    "ttft_p99_s": lambda run: run.figures.ttft_p99_s,
+    "itl_p50_s": lambda run: run.figures.itl_p50_s,
+    "itl_p99_s": lambda run: run.figures.itl_p99_s,
+    "accuracy": lambda run: run.figures.accuracy and run.figures.accuracy.value,
+}
+
+
+def print_servers(comparison: ServerComparison, console: Console) -> None:
+    """Print the table and its notes."""
+    rows = figures_by_level(comparison)
+    levels = dict.fromkeys(row["clients"] for row in rows)
+    sections = [[row for row in rows if row["clients"] == clients] for clients in levels]
+    console.print(table_of(_columns(), *sections))
+    print_notes(console, _notes(comparison))
+
+
+def markdown_of(comparison: ServerComparison) -> str:
+    """Return the table and its notes as Markdown."""
+    text = StringIO()
+    console = Console(file=text, width=1000)
+    console.print(table_of(_columns(), figures_by_level(comparison), box=box.MARKDOWN))
+    lines = [line.strip() for line in text.getvalue().splitlines() if line.strip()]
+    return "\n".join([*lines, "", *_notes(comparison)]) + "\n"
+
+
+def figures_json(comparison: ServerComparison) -> dict[str, Any]:
+    """Return all that was measured, and the conditions, for JSON."""
+    return {
+        "benchmark": "compare",
+        "marsray": __version__,
+        "options": comparison.options.model_dump(mode="json", exclude={"json_file"}),
+        "dtype": comparison.dtype,
+        "machine": {"cpu": cpu_name(), "num_cores": os.cpu_count()},
+        "left_out": comparison.left_out,
+        "figures": figures_by_level(comparison),
+        "runs": [
+            {key: value for key, value in vars(run).items() if key != "answers"}
+            for run in comparison.runs
+        ],
+    }
+
+
+def figures_by_level(comparison: ServerComparison) -> list[dict[str, Any]]:
+    """Return for each number of clients and contender the range of each figure over the rounds.
+
+    ``over_ar`` is the ratio of tokens/s to mode ar's in the same round, ``as_ar`` the share of
+    answers that equal its.
+    """
+    runs = {(run.clients, run.contender, run.round): run for run in comparison.runs}
+    names = dict.fromkeys(run.contender for run in sorted(comparison.runs, key=_round))
+    rows = []
+    for clients in dict.fromkeys(comparison.options.clients):
+        for name in names:
+            own = [run for key, run in runs.items() if key[:2] == (clients, name)]
+            pairs = [
+                (run, runs[clients, BASELINE, run.round])
+                for run in own
+                if (clients, BASELINE, run.round) in runs
+            ]
+            row = {key: _range(map(value, own)) for key, value in _FIGURES.items()}
+            row["over_ar"] = _range(_ratio(*pair) for pair in pairs)
+            row["as_ar"] = _range(_agreement(*pair) for pair in pairs)
+            rows.append({"clients": clients, "contender": name, **row})
+    return rows
+
+
+def _round(run: Run) -> int:
+    return run.round
+
+
+def _range(values: Iterable[float | None]) -> RoundRange | None:
+    known = [each for each in values if each is not None]
+    return RoundRange.of(known) if known else None
+
+
+def _ratio(run: Run, baseline: Run) -> float | None:
+    ours, theirs = run.figures.tokens_per_s, baseline.figures.tokens_per_s
+    return ours / theirs if ours and theirs else None
+
+
+def _agreement(run: Run, baseline: Run) -> float | None:
+    both = run.answers.keys() & baseline.answers.keys()
+    same = sum(run.answers[index] == baseline.answers[index] for index in both)
+    return same / len(both) if both else None
+
+
+def _columns() -> list[Column]:
+    def column(header: str, key: str, spec: str, scale: float = 1.0) -> Column:
+        def text(row: dict[str, Any]) -> str:
+            found: RoundRange | None = row[key]
+            return RoundRange(*(scale * each for each in found)).text(spec) if found else ""
+
+        return Column(header, text, justify="right", overflow="fold")
+
+    return [
+        Column("clients", "clients", justify="right"),
+        Column("server", "contender"),
+        column("tokens/s", "tokens_per_s", ",.0f"),
+        column("over ar", "over_ar", ".2f"),
+        column("tokens a pass", "tokens_per_pass", ".2f"),
+        column("first token p50, ms", "ttft_p50_s", ",.0f", 1e3),
+        column("p99", "ttft_p99_s", ",.0f", 1e3),
+        column("between p50, ms", "itl_p50_s", ",.1f", 1e3),
+        column("p99", "itl_p99_s", ",.1f", 1e3),
+        column("right", "accuracy", ".1%"),
+        column("as ar", "as_ar", ".1%"),
+    ]
+
+
+def _notes(comparison: ServerComparison) -> Iterable[str]:
+    options = comparison.options
+    work = options.prompts or f"{options.prompt_tokens} random tokens"
+    yield (
+        f"Medians of {options.rounds} rounds, lowest and highest in brackets; {comparison.dtype} "
+        f"on {cpu_name()}, {os.cpu_count()} cores; prompts of {work}, up to {options.max_tokens} "
+        f"output tokens, greedy, streamed; marsray {__version__}. Between: from one event of a "
+        "stream with text to the next, whatever the number of its tokens. As ar: answers that are "
+        "those of mode ar."
+    )
+    yield from comparison.left_out
+    for run in comparison.runs:
+        for problem in run.problems:
+            yield f"{run.contender}, {run.clients} clients, round {run.round + 1}: {problem}"
