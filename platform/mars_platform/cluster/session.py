@@ -52,8 +52,7 @@ def ray_session(
 
 
 def _connect(settings: ClusterSettings, min_cpus: int, environment: Mapping[str, str]) -> None:
-    address = settings.address or os.environ.get("RAY_ADDRESS")
-    if address:
+    if address := _address(settings):
         ray.init(address=address, logging_level=logging.ERROR)
         return
     with (
@@ -67,6 +66,15 @@ def _connect(settings: ClusterSettings, min_cpus: int, environment: Mapping[str,
             remedy="end other programs on this machine, or give cluster.address",
             tell=_log.warning,
         )
+
+
+def starts_cluster(settings: ClusterSettings) -> bool:
+    """Return whether `ray_session` would start a local cluster now."""
+    return not (ray.is_initialized() or _address(settings))
+
+
+def _address(settings: ClusterSettings) -> str | None:
+    return settings.address or os.environ.get("RAY_ADDRESS")
 
 
 def _start_local(settings: ClusterSettings, min_cpus: int) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from mars_autoscale.policy.settings import InnerSettings, OuterSettings
+from mars_platform.checkpoint.metadata import pin_model, pin_path
 from mars_platform.cluster.settings import ClusterSettings
 from mars_platform.config import Settings
 from mars_platform.method.mode import Mode
@@ -368,6 +369,27 @@ class ServeSettings(Settings):
     def is_local(self) -> bool:
         """Whether only this machine can reach the server."""
         return is_loopback(self.host)
+
+    @property
+    def share_of_cores(self) -> int:
+        """How many of this machine's cores there are for each replica, at least 1."""
+        num_replicas = sum(model.most_replicas for model in self.models)
+        return max(1, (os.cpu_count() or 1) // num_replicas)
+
+    def pinned(self) -> ServeSettings:
+        """Return settings with the checkpoints that links and hub ids lead to here and now.
+
+        Replicas that start after a promotion have to fit the tokenizer of the ingress. `pin_model`
+        tells of errors.
+        """
+        return self.model_copy(update={"models": [_pinned(model) for model in self.models]})
+
+
+def _pinned(model: ModelSettings) -> ModelSettings:
+    adapter = None if model.adapter is None else pin_path(model.adapter)
+    loras = [each.model_copy(update={"path": pin_path(each.path)}) for each in model.loras]
+    parts = {"path": pin_model(model.path), "adapter": adapter, "loras": loras}
+    return model.model_copy(update=parts)
 
 
 def is_loopback(host: str) -> bool:

@@ -5,7 +5,6 @@ mars_serve.app:application``); `build_application` takes settings instead.
 """
 
 import gc
-import os
 import re
 import sys
 import time
@@ -20,7 +19,6 @@ from ray.serve.handle import DeploymentHandle
 from mars_autoscale.policy.reports import IngressReport
 from mars_autoscale.ray.ongoing_policy import ongoing_requests
 from mars_autoscale.ray.ray_policy import JointPolicy
-from mars_platform.checkpoint.metadata import pin_model, pin_path
 from mars_platform.config import build_settings
 from mars_serve.config.loras import LoraChanges, LoraNames
 from mars_serve.config.served import ServedModel, read_served, with_dtype
@@ -138,13 +136,10 @@ def application(args: dict[str, Any]) -> Application:
 def build_application(settings: ServeSettings) -> Application:
     """Build the application graph for ``serve.run``, with keys from the environment.
 
-    All replicas get the checkpoints that links and hub ids lead to here and now: those that start
-    after a promotion have to fit the tokenizer of the ingress. `pin_model` tells of errors.
+    All replicas get the same checkpoints; see `ServeSettings.pinned`.
     """
-    models = [_pinned(model) for model in settings.models]
-    settings = settings.model_copy(update={"models": models, "keys": settings.keys.captured()})
-    num_threads = _share_of_cores(settings.models)
-    handles = [_bind_model(settings, index, num_threads) for index in range(len(settings.models))]
+    settings = settings.pinned().model_copy(update={"keys": settings.keys.captured()})
+    handles = [_bind_model(settings, index) for index in range(len(settings.models))]
     options = {
         **_common_options(settings),
         "name": "ingress",
@@ -155,20 +150,7 @@ def build_application(settings: ServeSettings) -> Application:
     return ingress.bind(settings, handles)
 
 
-def _pinned(model: ModelSettings) -> ModelSettings:
-    adapter = None if model.adapter is None else pin_path(model.adapter)
-    loras = [each.model_copy(update={"path": pin_path(each.path)}) for each in model.loras]
-    parts = {"path": pin_model(model.path), "adapter": adapter, "loras": loras}
-    return model.model_copy(update=parts)
-
-
-def _share_of_cores(models: list[ModelSettings]) -> int:
-    """Return how many of the machine's cores there are for each replica, at least 1."""
-    num_replicas, num_cores = sum(model.most_replicas for model in models), os.cpu_count() or 1
-    return max(1, num_cores // num_replicas)
-
-
-def _bind_model(settings: ServeSettings, index: int, num_threads: int) -> Application:
+def _bind_model(settings: ServeSettings, index: int) -> Application:
     model = settings.models[index]
     options = {
         **_common_options(settings),
@@ -177,7 +159,7 @@ def _bind_model(settings: ServeSettings, index: int, num_threads: int) -> Applic
         "ray_actor_options": {"num_cpus": model.num_cpus, "num_gpus": model.num_gpus},
         "health_check_period_s": 1,  # Serve replaces a replica after three checks that failed
     }
-    return serve.deployment(ModelReplica, **options).bind(model, num_threads)
+    return serve.deployment(ModelReplica, **options).bind(model, settings.share_of_cores)
 
 
 def deployment_name(models: list[ModelSettings], index: int) -> str:

@@ -1,6 +1,7 @@
 """Starts the server on Ray, keeps it running until it is told to stop, and shuts it down."""
 
 import importlib
+import secrets
 import signal
 import socket
 import threading
@@ -14,11 +15,13 @@ from mars_platform.checkpoint.metadata import read_metadata_of
 from mars_platform.cli.report import say
 from mars_platform.cluster.ray_private import local_cluster_has_failed
 from mars_platform.cluster.scheduling import children_wait_for_cores
-from mars_platform.cluster.session import ray_session
+from mars_platform.cluster.session import ray_session, starts_cluster
 from mars_platform.errors import UserError
 from mars_serve.config.settings import ServeSettings
 from mars_serve.deploy.proxies import proxy_environment
 from mars_serve.deploy.stages import Stages
+from mars_serve.replica.engine_process import load_engine_ahead
+from mars_serve.replica.engine_template import PLACE_VARIABLE
 
 _SERVE_PART = "mars_serve.deploy.start"
 _WATCH_S = 1.0
@@ -47,16 +50,27 @@ def run_server(settings: ServeSettings, console: Console) -> None:
 def serving(settings: ServeSettings, console: Console) -> Iterator[None]:
     """Serve within the block."""
     stages = Stages()
+    settings = settings.pinned()
     _look_over_models(settings, console)
     _refuse_taken_port(settings.host, settings.port)
     min_cpus = sum(int(model.num_cpus * model.most_replicas) + 1 for model in settings.models)
     # Reading Ray Serve's modules takes as long as Ray's processes take to start.
     threading.Thread(target=importlib.import_module, args=[_SERVE_PART], daemon=True).start()
+    place = secrets.token_hex()
+    if starts_cluster(settings.cluster):
+        for model in settings.models:
+            if not model.num_gpus:
+                order = (model, settings.share_of_cores, place)
+                threading.Thread(target=load_engine_ahead, args=order, daemon=True).start()
     stages.end("command")
     with (
         proxy_environment(settings) as environment,
         children_wait_for_cores(),
-        ray_session(settings.cluster, min_cpus=min_cpus, environment=environment),
+        ray_session(
+            settings.cluster,
+            min_cpus=min_cpus,
+            environment={**environment, PLACE_VARIABLE: place},
+        ),
     ):
         from mars_serve.deploy.start import deploy, end
 

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -39,6 +40,9 @@ _SWITCH_S = 0.0005
 of 5 ms is as long as several steps of a small model."""
 _SMALL = 30_000_000
 """Parameters below which a served model is as fast with one CPU thread less, or faster."""
+
+_PROGRESS_S = 5.0
+"""Least seconds between two lines on how far the warm-up is."""
 
 _log = logging.getLogger("mars_serve.engine")
 
@@ -81,7 +85,7 @@ def load(start: EngineStart) -> LoadedEngine:
     torch.set_num_threads(threads_for(start, engine.num_parameters))
     _warn_of_slow_bfloat16(engine)
     with within_memory(start.settings):  # the first steps, and those of the largest sizes
-        times = engine.warm_up(_log_progress)
+        times = engine.warm_up(_progress_log())
     return LoadedEngine(engine, times, autoscaling_basis(start.settings, engine, times))
 
 
@@ -142,9 +146,16 @@ def _warn_of_slow_bfloat16(engine: Engine) -> None:
         )
 
 
-def _log_progress(done: int, total: int) -> None:
-    if done == total or done % 16 == 0:
-        _log.info("warm-up: %d of %d steps", done, total)
+def _progress_log() -> Callable[[int, int], None]:
+    last_s = time.monotonic()
+
+    def note(done: int, total: int) -> None:
+        nonlocal last_s
+        if time.monotonic() - last_s >= _PROGRESS_S:
+            last_s = time.monotonic()
+            _log.info("step times are measured: %d of %d steps", done, total)
+
+    return note
 
 
 if __name__ == "__main__":

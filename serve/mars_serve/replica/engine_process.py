@@ -16,6 +16,8 @@ from mars_serve.engine.ipc.pulse import Pulse
 from mars_serve.replica.engine_template import (
     EngineProcess,
     fork_engine,
+    load_ahead,
+    place_on,
     python_environment,
     template_name,
 )
@@ -59,11 +61,31 @@ def start_engine(
     start = EngineStart(settings, num_threads, host)
     if node is not None and not settings.num_gpus:  # a fork cannot use its parent's GPU
         try:
-            name = template_name(settings, num_threads, node)
+            name = template_name(settings, num_threads, place_on(node))
             return _connected(start, partial(fork_engine, name))
         except OSError as error:
             _log.warning("the engine is loaded by itself, since it cannot be forked: %s", error)
     return _connected(start, _spawn)
+
+
+def load_engine_ahead(settings: ModelSettings, num_threads: int, place: str) -> None:
+    """Have an engine loaded, from which those of a model's replicas at a place are forked.
+
+    Args:
+        settings: the model's settings, as the replicas will get them; it runs on CPUs.
+        num_threads: CPU threads of the engine, unless the settings name a number.
+        place: value of `PLACE_VARIABLE` in the replicas.
+
+    Raises:
+        UserError: the model cannot be found.
+    """
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        Channel(ours).send(EngineStart(settings, num_threads, LOOPBACK))
+        try:
+            load_ahead(template_name(settings, num_threads, place), theirs.fileno())
+        except OSError as error:
+            _log.warning("the engine of %s is loaded by its replica: %s", settings.name, error)
 
 
 def _connected(start: EngineStart, launch: Callable[[list[int]], EngineProcess]) -> EngineClient:

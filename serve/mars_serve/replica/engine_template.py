@@ -2,9 +2,10 @@
 
 The process runs ``python -m mars_serve.replica.engine_template LISTENER KEEPER``, with the file
 descriptors of a listening Unix socket and of a process (a pidfd). On the first order it loads an
-engine and warms it up. From then on an engine is there within a fraction of a second, with what was
-measured, and all share the memory of the weights. The template runs no requests; it ends with
-its keeper, or some time after the last of its engines, which do not need it.
+engine and warms it up; ``marsray serve`` gives one while Ray starts. From then on an engine is
+there within a fraction of a second, with what was measured, and all share the memory of the
+weights. The template runs no requests; it ends with its keeper, or some time after the last of its
+engines, which do not need it.
 
 A fork has none of its parent's threads, and a matrix library would wait for its own for ever. So
 the engine is loaded in a thread with which they end, and the main thread, which forks, has none.
@@ -27,8 +28,9 @@ import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 
@@ -40,6 +42,8 @@ if TYPE_CHECKING:  # importing it takes seconds
     from mars_serve.replica.engine_main import LoadedEngine
     from mars_serve.replica.engine_process import EngineStart
 
+PLACE_VARIABLE = "MARSRAY_PLACE"
+"""Variable with a name for all processes of a server and its cluster, which share a machine."""
 _IDLE_S = 60.0
 """Seconds without orders and engines after which a template ends."""
 _ORDER_S = 5.0
@@ -76,7 +80,15 @@ class EngineProcess:
             self._child.wait()  # else it stays a zombie
 
 
-def template_name(settings: ModelSettings, num_threads: int, node: str) -> str:
+def place_on(node: str) -> str:
+    """Return a name for the processes of a node that are in the same environment as this one."""
+    # Ray's own variables differ between its processes
+    variables = sorted(item for item in os.environ.items() if not item[0].startswith("RAY_"))
+    place = os.environ.get(PLACE_VARIABLE)
+    return place or repr((node, sys.executable, sys.path, variables))
+
+
+def template_name(settings: ModelSettings, num_threads: int, place: str) -> str:
     """Return a name that all replicas have in common whose engines are equal, and no others.
 
     Raises:
@@ -88,10 +100,8 @@ def template_name(settings: ModelSettings, num_threads: int, node: str) -> str:
         for each in sorted(os.scandir(place), key=lambda entry: entry.name)
         if (status := each.stat())
     ]
-    # Ray's own variables differ between its processes
-    variables = sorted(item for item in os.environ.items() if not item[0].startswith("RAY_"))
-    parts = (node, settings.model_dump_json(), num_threads, sys.executable, sys.path)
-    return hashlib.sha256(repr((*parts, files, variables)).encode()).hexdigest()[:32]
+    parts = (place, settings.model_dump_json(), num_threads, files)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
 def fork_engine(name: str, handed: list[int]) -> EngineProcess:
@@ -103,6 +113,29 @@ def fork_engine(name: str, handed: list[int]) -> EngineProcess:
     Raises:
         OSError: no template can be started, or it has ended or forks nothing.
     """
+    # the engine writes its log where this process writes
+    with _ordered(name, [*handed, 1, 2], keeper=os.getppid()) as connection:
+        processes = _answer(connection)
+    if not processes:
+        raise ConnectionError("the template process has ended, or has no memory for an engine")
+    return EngineProcess(processes[0])
+
+
+def load_ahead(name: str, channel: int) -> None:
+    """Have a template load its engine by the order that waits in a channel, and do not wait.
+
+    The template ends with this process at the latest.
+
+    Raises:
+        OSError: no template can be started.
+    """
+    with _ordered(name, [channel], keeper=os.getpid()):
+        pass
+
+
+@contextmanager
+def _ordered(name: str, handed: list[int], keeper: int) -> Iterator[socket.socket]:
+    """Hand descriptors to the template of a name, and yield the connection for its answer."""
     directory = Path(tempfile.gettempdir()) / f"marsray-{os.getuid()}"
     directory.mkdir(mode=0o700, exist_ok=True)
     status = directory.lstat()
@@ -111,13 +144,9 @@ def fork_engine(name: str, handed: list[int]) -> EngineProcess:
         raise PermissionError(f"{directory} is no directory that this user alone can use")
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(_SILENT_S)
-        _connect(connection, directory, str(directory / name))
-        # the engine writes its log where this process writes
-        socket.send_fds(connection, [b"\0"], [*handed, 1, 2])
-        processes = _answer(connection)
-    if not processes:
-        raise ConnectionError("the template process has ended, or has no memory for an engine")
-    return EngineProcess(processes[0])
+        _connect(connection, directory, str(directory / name), keeper)
+        socket.send_fds(connection, [b"\0"], handed)
+        yield connection
 
 
 def _answer(connection: socket.socket) -> list[int]:
@@ -140,7 +169,7 @@ def _processor_time(process: int) -> list[str]:
     return Path(f"/proc/{process}/stat").read_text("utf-8").rpartition(")")[2].split()[11:13]
 
 
-def _connect(connection: socket.socket, directory: Path, path: str) -> None:
+def _connect(connection: socket.socket, directory: Path, path: str, keeper: int) -> None:
     with ExitStack() as stack:
         lock = os.open(directory, os.O_RDONLY)
         stack.callback(os.close, lock)
@@ -150,9 +179,8 @@ def _connect(connection: socket.socket, directory: Path, path: str) -> None:
         _remove_sockets_of_the_dead(directory)
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))
         listener.bind(path)
-        keeper = os.pidfd_open(os.getppid())
-        stack.callback(os.close, keeper)
-        handed = [listener.fileno(), keeper]
+        handed = [listener.fileno(), os.pidfd_open(keeper)]
+        stack.callback(os.close, handed[1])
         command = [sys.executable, "-m", "mars_serve.replica.engine_template", *map(str, handed)]
         environment = python_environment()
         subprocess.run(  # noqa: S603 - runs this interpreter with fixed arguments
@@ -212,7 +240,10 @@ def _has_engines() -> bool:
 def _accept(
     listener: socket.socket, loaded: Future[LoadedEngine] | None
 ) -> Future[LoadedEngine] | None:
-    """Fork an engine for a process that has connected, and return the one that is loaded."""
+    """Fork an engine for a process that has connected, and return the one that is loaded.
+
+    A process that hands over only the channel of its order wants no engine yet.
+    """
     connection, _ = listener.accept()
     connection.settimeout(_ORDER_S)
     with connection, ExitStack() as stack:
@@ -223,6 +254,8 @@ def _accept(
                 stack.callback(os.close, descriptor)
             (start,) = cast("list[EngineStart]", channel.receive())
             loaded = loaded or _load(start)
+            if not handed:
+                return loaded
             process = os.fork()
             if not process:
                 listener.close()  # nobody is to wait at it once the template has ended

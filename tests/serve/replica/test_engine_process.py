@@ -32,7 +32,7 @@ from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.replica import engine_template
 from mars_serve.replica.engine_process import start_engine
-from mars_serve.replica.engine_template import fork_engine, template_name
+from mars_serve.replica.engine_template import fork_engine, place_on, template_name
 from waiting import soon
 
 PROMPT = list(range(10, 22))
@@ -113,20 +113,20 @@ def test_engines_of_a_node_share_their_memory_and_what_was_measured(loop, mars_d
 def test_engines_have_a_template_only_if_nothing_differs(mars_dir, tmp_path, monkeypatch):
     path = shutil.copytree(mars_dir, tmp_path / "mars")
     settings = settings_of(path)
-    first = template_name(settings, 1, NODE)
+    first = template_name(settings, 1, place_on(NODE))
     monkeypatch.setenv("RAY_JOB_ID", "another")
-    assert template_name(settings, 1, NODE) == first
+    assert template_name(settings, 1, place_on(NODE)) == first
     others = {
-        template_name(settings, 2, NODE),
-        template_name(settings, 1, "another node"),
-        template_name(settings.model_copy(update={"dtype": "bfloat16"}), 1, NODE),
+        template_name(settings, 2, place_on(NODE)),
+        template_name(settings, 1, place_on("another node")),
+        template_name(settings.model_copy(update={"dtype": "bfloat16"}), 1, place_on(NODE)),
     }
     weights = (path / "model.safetensors").read_bytes()
     (path / "model.safetensors").unlink()
     (path / "model.safetensors").write_bytes(weights)
-    others.add(template_name(settings, 1, NODE))
+    others.add(template_name(settings, 1, place_on(NODE)))
     monkeypatch.setenv("OMP_SCHEDULE", "static")
-    others.add(template_name(settings, 1, NODE))
+    others.add(template_name(settings, 1, place_on(NODE)))
     assert len(others - {first}) == 5
 
 
@@ -269,7 +269,7 @@ async def test_a_template_outlives_who_started_it_and_engines_outlive_their_temp
     monkeypatch.setattr(engine_template, "_SILENT_S", 0.2)
     os.environ.pop("PYTEST_CURRENT_TEST")
     with pytest.raises(TimeoutError, match="did nothing, and is ended"):
-        fork_engine(template_name(settings_of(mars_dir), 1, NODE), [])
+        fork_engine(template_name(settings_of(mars_dir), 1, place_on(NODE)), [])
     psutil.wait_procs([template], timeout=60)
     outputs = await collect(loop, request("after", window=4))
     assert outputs[-1].finish_reason is FinishReason.LENGTH

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from mars_serve.config.settings import ModelSettings
-from mars_serve.deploy.app import _share_of_cores
+from mars_serve.config.settings import ModelSettings, ServeSettings
 from mars_serve.replica.engine_main import threads_for
 from mars_serve.replica.engine_process import EngineStart
 
@@ -17,7 +16,7 @@ def test_replicas_share_the_cores(
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: num_cores)
     model = ModelSettings(name="m", path="p", num_replicas=num_replicas)
-    assert _share_of_cores([model]) == expected
+    assert ServeSettings(models=[model]).share_of_cores == expected
 
 
 @pytest.mark.parametrize(
