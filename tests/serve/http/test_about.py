@@ -71,7 +71,7 @@ async def test_what_a_model_lacks_is_explained(mars_dir, plain_dir, model_at, lo
     models = (model_at(mars_dir), plain)
     about = await told(*models)
     assert about["frontier"] is about["card"] is None
-    assert about["storage"] is False
+    assert about["file_bytes"] is None
     assert "frontier.json" in about["missing"]["frontier"]
     assert "marsray calibrate" in about["missing"]["frontier"]
     about = await told(*models, name="plain")

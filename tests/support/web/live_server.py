@@ -37,7 +37,6 @@ class LiveServer:
             host=LOOPBACK,
             port=self.port,
             log_level="error",
-            lifespan="off",
             timeout_graceful_shutdown=1,
         )
         self._server = _Telling(config, ready)

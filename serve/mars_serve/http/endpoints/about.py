@@ -116,8 +116,9 @@ class AboutModel(Shape):
     """Whether the model has a chat template."""
     tools: bool
     """Whether the chat template has a known format for tools."""
-    storage: bool
-    """Whether the server keeps files, batches and responses."""
+    file_bytes: int | None
+    """Largest file of requests that the server takes, in bytes; null where it keeps no files,
+    batches and responses."""
     frontier: FrontierReport | None
     card: str | None
     """Text of the model's card."""
@@ -146,7 +147,7 @@ def about_router(models: Mapping[str, ServedModel], settings: ServeSettings) -> 
                 **_abilities(served),
                 "confidence_threshold": live.threshold,
                 "max_output_tokens": settings.limits.output_tokens,
-                "storage": settings.storage.path is not None,
+                "file_bytes": settings.storage.file_bytes if settings.storage.path else None,
                 **files,
                 "key": _key(caller),
             }

@@ -10,6 +10,7 @@ import shutil
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_serve.config.served import ServedModel
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
+from mars_serve.http.batches.run import Pace
 from rest.api_keys import key_entry
 from rest.rest_requests import SHORT_TOOL_TEMPLATE
 from rest.rest_server import SingleEngineBackend, app_of, served
@@ -102,7 +104,10 @@ def server(
 ) -> Iterator[LiveServer]:
     """Return a server without keys, and with a storage."""
     path = tmp_path_factory.mktemp("kept")
-    with live_server(app_of(*page_models, storage={"path": str(path)})) as server:
+    app = app_of(*page_models, storage={"path": str(path), "file_bytes": 2**20})
+    pace = Pace(look_s=0.02, beat_s=0.05, lease_s=1.0, settle_s=0.01)
+    app.state.batches.means = replace(app.state.batches.means, pace=pace)
+    with live_server(app) as server:
         yield server
 
 

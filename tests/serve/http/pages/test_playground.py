@@ -7,10 +7,11 @@ import re
 import shlex
 from contextlib import redirect_stdout
 from io import StringIO
+from pathlib import Path
 
 import httpx
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Locator, Page, expect
 
 from web.chromium import needs_chromium, serious_faults
 from web.live_server import LiveServer
@@ -426,3 +427,44 @@ def test_the_shown_requests_do_in_every_api_what_the_page_does(open_page, server
         {"model": "measured", "prompt": "What?", "max_tokens": 3, "mode": "ar", "stream": True},
     )
     assert printed_by(program)
+
+
+def test_a_batch_is_sent_followed_cancelled_and_saved(open_page, server):
+    page, watch = open_page(server, viewport={"width": 360, "height": 740})
+    ready(page)
+    page.check("input[name=view][value=batches]", force=True)
+    page.get_by_text("There are no batches yet.").wait_for()
+
+    def send(name: str, *lines: object) -> Locator:
+        content = "\n".join(map(json.dumps, lines)).encode()
+        file = {"name": name, "mimeType": "", "buffer": content}
+        page.set_input_files("#batch-file", file)
+        page.click("#batch-start")
+        return page.locator("#batches-list li", has_text=name)
+
+    def line(number: int, **fields: object) -> dict:
+        body = {"model": "measured", "prompt": "What?", "max_tokens": 3, **fields}
+        return {"custom_id": f"{number}", "method": "POST", "url": "/v1/completions", "body": body}
+
+    send("large", "x" * 2**20)
+    page.locator("#notice", has_text="larger than the 1 MiB that this server takes").wait_for()
+    send("none", [1])
+    page.locator("#notice", has_text="The first line of none is no request").wait_for()
+    long = send("<b>long</b>", *(line(number, max_tokens=100) for number in range(200)))
+    long.get_by_role("button", name="Cancel").click()
+    page.locator("#notice").wait_for(state="hidden")
+    failed = send("bad", line(1), line(1))
+    good = send("good", line(1), line(2, temperature=9))
+    good.get_by_text("2 of 2 lines answered, 1 with an error").wait_for()
+    for label, custom_id in (("Save the answers", "1"), ("Save the errors", "2")):
+        with page.expect_download() as saved:
+            good.get_by_role("button", name=label).click()
+        content = Path(saved.value.path()).read_text()
+        assert json.loads(content)["custom_id"] == custom_id
+    long.get_by_text("cancelled", exact=True).wait_for()
+    failed.get_by_text("Line 2: custom_id: an earlier line has '1' as well").wait_for()
+    badges = page.locator("#batches-list .badge")
+    assert badges.all_inner_texts() == ["completed", "failed", "cancelled"]
+    assert page.evaluate("document.scrollingElement.scrollWidth") == 360
+    assert serious_faults(page) == []
+    assert (watch.problems, watch.foreign) == ([], [])

@@ -60,7 +60,7 @@ export class Problem extends Error {
   }
 }
 
-/** Sends a request and returns the body of its answer, which must be JSON. */
+/** Sends a request, with a form or JSON, and returns the body of its answer, which must be JSON. */
 export async function ask(path, { method = "GET", body = null, signal = null } = {}) {
   const response = await send(path, method, body, signal);
   try {
@@ -68,6 +68,14 @@ export async function ask(path, { method = "GET", body = null, signal = null } =
   } catch (error) {
     throw away(error);
   }
+}
+
+/** Returns the content of a file that the server keeps. */
+export async function blobOf(path) {
+  const response = await send(path, "GET", null, null);
+  return response.blob().catch((error) => {
+    throw away(error);
+  });
 }
 
 /** Sends a request and yields the events of its stream as objects. */
@@ -107,13 +115,14 @@ export async function* stream(path, body, signal) {
 async function send(path, method, body, signal) {
   const headers = { Accept: "application/json" };
   if (key()) headers.Authorization = `Bearer ${key()}`;
-  if (body) headers["Content-Type"] = "application/json";
+  const isForm = body instanceof FormData;
+  if (body && !isForm) headers["Content-Type"] = "application/json";
   let response;
   try {
     response = await fetch(urlOf(path), {
       method,
       headers,
-      body: body && JSON.stringify(body),
+      body: isForm ? body : body && JSON.stringify(body),
       signal,
       cache: "no-store",
       credentials: "omit",

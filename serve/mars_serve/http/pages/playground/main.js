@@ -4,6 +4,7 @@ import { ask, key, onKey } from "../common/api.js";
 import { lookNow, onConnection } from "../common/connection.js";
 import { $, $$, copyText, h, shortNumber } from "../common/dom.js";
 import { askForKey, noteKeyTaken } from "../common/keybox.js";
+import { showBatches } from "./batches.js";
 import { answer, begin, clearConversation, conversation, say, takeBack } from "./chat.js";
 import { followSlider, makeLanes, race } from "./race.js";
 import { decoding, requestOf, showModel } from "./settings.js";
@@ -43,6 +44,8 @@ async function loadModels() {
 async function loadModel(name) {
   const isOther = name !== about?.model;
   about = await ask(`/v1/about?model=${encodeURIComponent(name)}`);
+  $("#batches-view").hidden = !about.file_bytes;
+  if (view() === "batches") showView();
   if (!isOther) return;
   showModel(about);
   makeLanes(about);
@@ -60,8 +63,8 @@ async function loadModel(name) {
 function showExamples() {
   const isEmpty = !conversation().length;
   const box = $("#examples");
-  box.hidden = !isEmpty && view() === "chat";
-  $("#intro").hidden = box.hidden || view() === "race";
+  box.hidden = view() === "batches" || (!isEmpty && view() === "chat");
+  $("#intro").hidden = box.hidden || view() !== "chat";
   $("#card").hidden = box.hidden || !about;
   if (!about) return;
   if (!about.examples.length) {
@@ -177,7 +180,11 @@ function showLength() {
 function showView() {
   const isRace = view() === "race";
   $("#race").hidden = !isRace;
-  $("#messages").hidden = isRace;
+  $("#messages").hidden = view() !== "chat";
+  const isBatches = view() === "batches";
+  $("#batches").hidden = !isBatches;
+  $(isBatches ? "#batches" : "#composer").prepend($("#notice"));
+  showBatches(isBatches, about, (error) => (error ? fail(error) : tell(null)));
   $("#clear").hidden = isRace;
   document.body.dataset.view = view();
   $("#send").textContent = isRace ? "Start the race" : "Send";
@@ -195,7 +202,7 @@ function showRequest() {
   const body = requestOf(asked, decoding());
   if (!body) return;
   const chosen = $("#request-api").value;
-  $("#request-line").hidden = !about.storage;
+  $("#request-line").hidden = !about.file_bytes;
   $("#request-api").replaceChildren(...apisOf(about).map(([path, name]) => h("option", { value: path, selected: path === chosen }, name)));
   const write = () => {
     $("#request-text").textContent = requestText(about, body, $("#request-api").value, $("#request-form").value, key() !== null);
