@@ -154,3 +154,7 @@ class IngressReport:
     ``marsray_requests_total``."""
     rejected: Mapping[str, int] = field(default_factory=dict)
     """Requests that were refused, by HTTP status and error code such as "503 queue_full"."""
+    endpoints: Mapping[str, int] = field(default_factory=dict)
+    """Requests that have ended, by endpoint such as "/v1/responses"."""
+    batch_lines: Mapping[str, int] = field(default_factory=dict)
+    """Lines of batches that were answered, by outcome: "completed" or "failed"."""

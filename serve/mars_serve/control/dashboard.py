@@ -55,8 +55,8 @@ class ModelDashboard:
             [RecentValues(seconds, bounds) for bounds in (FIRST_TOKEN_BOUNDS_S, TOKEN_GAP_BOUNDS_S)]
             for seconds in (_CHART_S, _TILE_S)
         )
-        self._totals = Counter[str](), Counter[str]()
-        """Requests that have ended by outcome, and refused ones by status and code."""
+        self._totals = {name: Counter[str]() for name in ("ended", "rejected", "endpoints")}
+        """Sums of these fields of `Sums`."""
         self._next_s: int | None = None
         """Time of the row that is not complete yet."""
         self._state: tuple[int, str] = -1, ""
@@ -90,7 +90,7 @@ class ModelDashboard:
         if self._state[0] != last_s:
             state = state_of(self.members, loop, published, last_s + 1.0)
             state["minute"] = self._minute()
-            state["ended"], state["rejected"] = map(dict, self._totals)
+            state |= self._totals
             self._state = last_s, json.dumps(state, separators=(",", ":"))
         events = [
             {"time_s": each.time_s, "kind": each.kind, "text": each.text}
@@ -116,8 +116,8 @@ class ModelDashboard:
         for windows in (self._chart, self._tile):
             windows[0].add(sums.first_token)
             windows[1].add(sums.token_gap)
-        for totals, new in zip(self._totals, (sums.ended, sums.rejected), strict=True):
-            totals.update(new)
+        for name, totals in self._totals.items():
+            totals.update(getattr(sums, name))
         self._history.add(at_s, {**self._load(), **self._rates(sums), **self._governed(loop)})
         is_pinned = published is not None and published.is_pinned
         words = change_words(self.members.take_changes(), is_pinned=is_pinned)
@@ -178,6 +178,7 @@ class ModelDashboard:
             "ended_per_s": sum(ended.values()) - refused - failed,
             "failed_per_s": failed,
             "rejected_per_s": refused,
+            "batch_lines_per_s": sums.batch_lines.total(),
             "generated_per_s": generated,
             "prompt_per_s": prompts,
             "tokens_per_pass": generated / passes if passes else None,

@@ -27,6 +27,7 @@ COLUMNS = (
     "ended_per_s",
     "failed_per_s",
     "rejected_per_s",
+    "batch_lines_per_s",
     "generated_per_s",
     "prompt_per_s",
     "tokens_per_pass",

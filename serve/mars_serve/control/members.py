@@ -17,6 +17,8 @@ _GONE_S = 15.0
 """Seconds without a report after which a replica is forgotten."""
 _DRAINED_S = 3.0
 """Seconds without a report after which one that drains has ended."""
+_COUNTED = ("ended", "rejected", "endpoints", "batch_lines")
+"""Fields of `IngressReport` whose increments are those of `Sums`."""
 _SUMMED = ("num_prompt_tokens", "num_prefix_hit_tokens", "num_generated_tokens", "num_row_passes")
 
 
@@ -57,6 +59,8 @@ class Sums:
     token_gap: Counter[int] = field(default_factory=Counter)
     ended: Counter[str] = field(default_factory=Counter)
     rejected: Counter[str] = field(default_factory=Counter)
+    endpoints: Counter[str] = field(default_factory=Counter)
+    batch_lines: Counter[str] = field(default_factory=Counter)
     arrived: int = 0
 
 
@@ -97,9 +101,10 @@ class ReplicaRegistry:
             return
         before = known[0]
         # a replica's name is never used again, so counts do not fall
-        self._sums.ended += Counter(report.ended) - Counter(before.ended)
         self._sums.arrived += report.arrived - before.arrived
-        self._sums.rejected += Counter(report.rejected) - Counter(before.rejected)
+        for name in _COUNTED:
+            added = Counter(getattr(report, name)) - Counter(getattr(before, name))
+            getattr(self._sums, name).update(added)
 
     def forget_gone(self, now_s: float) -> None:
         """Forget those that have been silent for long."""

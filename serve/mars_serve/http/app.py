@@ -86,12 +86,12 @@ def create_app(
         is_id_echoed=replica is not None,
     )
     app.state.telemetry = telemetry
-    app.state.batches = BatchRunner(batches, _means(app, keys, settings)) if batches else None
+    app.state.batches = _runner(app, batches, keys, settings) if batches else None
     app.include_router(information_router(models))
     app.include_router(about_router(models, settings))
     app.include_router(admin_router(models))
     app.include_router(loras_router(models))
-    app.include_router(dashboard_router(models))
+    app.include_router(dashboard_router(models, app.state.batches))
     app.include_router(metrics_router(models, telemetry))
     generator = Generator(models, settings.limits, threads, places)
     app.include_router(generation_router(generator))
@@ -113,11 +113,15 @@ async def _lifespan(app: FastAPI) -> AsyncGenerator[None]:
         yield
 
 
-def _means(app: FastAPI, keys: KeyRing, settings: ServeSettings) -> Means:
+def _runner(
+    app: FastAPI, batches: BatchStore, keys: KeyRing, settings: ServeSettings
+) -> BatchRunner:
     num_slots = settings.storage.batch_concurrency
-    return Means(
-        OwnRequests(app), keys.named, settings.limits, num_slots, asyncio.Semaphore(num_slots)
+    slots = asyncio.Semaphore(num_slots)
+    means = Means(
+        OwnRequests(app), keys.named, settings.limits, app.state.telemetry, num_slots, slots
     )
+    return BatchRunner(batches, means)
 
 
 def _places(models: Mapping[str, ServedModel], settings: ServeSettings) -> dict[str, Places]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -29,16 +30,22 @@ class OwnRequests:
     app: ASGIApp
 
     async def post(self, path: str, body: bytes, caller: Caller) -> httpx.Response:
-        """Send JSON and return the whole response; cancelling this cancels the request."""
+        """Send JSON and return the whole response; cancelling this cancels the request.
+
+        The response's extension ``model`` is the name of the model, None for one that is unknown.
+        """
+        state: dict[str, Any] = {"caller": caller}
 
         async def named(scope: Scope, receive: Receive, send: Send) -> None:
-            scope["state"] = {"caller": caller}
+            scope["state"] = state
             await self.app(scope, receive, send)
 
         transport = httpx.ASGITransport(app=named)
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             headers = {"content-type": "application/json"}
-            return await client.post(path, content=body, headers=headers, timeout=None)
+            response = await client.post(path, content=body, headers=headers, timeout=None)
+        response.extensions["model"] = state["record"].model
+        return response
 
 
 async def post_until_served(

@@ -21,6 +21,14 @@ _REQUESTS = MetricDefinition(
 _REJECTIONS = MetricDefinition(
     "marsray_rejections_total", "Requests to generate that were refused, by status and error code."
 )
+_ENDPOINTS = MetricDefinition(
+    "marsray_endpoint_requests_total",
+    "Requests to generate that have ended, by endpoint; those of batches among them.",
+)
+_BATCH_LINES = MetricDefinition(
+    "marsray_batch_lines_total",
+    "Lines of batches that were answered, by outcome: completed or failed (with an error).",
+)
 _MOVES = MetricDefinition(
     "marsray_moves_total",
     "Times that an output was sent to another replica, because one died or did not answer.",
@@ -52,14 +60,21 @@ class IngressTelemetry(Collector):
         self._replica = replica
         self._requests = Counter[tuple[str, ...]]()
         self._rejections = Counter[tuple[str, ...]]()
+        self._endpoints = Counter[tuple[str, ...]]()
+        self._batch_lines = Counter[tuple[str, ...]]()
         self._moves = Counter[tuple[str, ...]]()
         self._lora_requests = Counter[tuple[str, ...]]()
         self._lora_tokens = Counter[tuple[str, ...]]()
         self._queues: Mapping[str, Callable[[], Mapping[Tier, int]]] = {}
 
-    def count(self, model: str | None, outcome: str) -> None:
+    def count(self, model: str | None, outcome: str, endpoint: str) -> None:
         """Count a request that has ended."""
         self._requests[self._known(model), outcome] += 1
+        self._endpoints[self._known(model), endpoint] += 1
+
+    def count_batch_line(self, model: str | None, *, is_right: bool) -> None:
+        """Count a line of a batch that was answered, with an error unless it ``is_right``."""
+        self._batch_lines[self._known(model), "completed" if is_right else "failed"] += 1
 
     def count_rejection(self, model: str | None, status: int, code: str | None) -> None:
         """Count a request that was refused with an HTTP status and one of the server's codes."""
@@ -83,19 +98,24 @@ class IngressTelemetry(Collector):
 
     def report(self, model: str, arrived: int = 0, prompt_tokens: int = 0) -> IngressReport:
         """Return what is counted of one model, with what has arrived. Any thread may call this."""
-        ended = {each: num for (name, each), num in self._requests.copy().items() if name == model}
-        rejected = {
-            f"{status} {code}".strip(): num
-            for (name, status, code), num in self._rejections.copy().items()
-            if name == model
-        }
         waiting = self._queues[model]() if model in self._queues else {}
-        return IngressReport(self._replica, arrived, prompt_tokens, waiting, ended, rejected)
+        counted = self._requests, self._rejections, self._endpoints, self._batch_lines
+        of_model = [
+            {
+                " ".join(labels).strip(): num
+                for (name, *labels), num in counts.copy().items()
+                if name == model
+            }
+            for counts in counted
+        ]
+        return IngressReport(self._replica, arrived, prompt_tokens, waiting, *of_model)
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metric families."""
         yield _REQUESTS.counter(self._samples(self._requests), "outcome")
         yield _REJECTIONS.counter(self._samples(self._rejections), "status", "code")
+        yield _ENDPOINTS.counter(self._samples(self._endpoints), "endpoint")
+        yield _BATCH_LINES.counter(self._samples(self._batch_lines), "outcome")
         yield _MOVES.counter(self._samples(self._moves))
         yield _LORA_REQUESTS.counter(self._samples(self._lora_requests), "lora")
         yield _LORA_TOKENS.counter(self._samples(self._lora_tokens), "lora")

@@ -154,16 +154,19 @@ def test_ingress_replicas_are_summed_up():
     for name in ("i1", "i2"):
         board.members.hear_ingress(IngressReport(name, 50, 500), START_S)
         waiting, ended = {Tier.FLEX: 2, Tier.DEFAULT: 1}, {"stop": 3, "error": 1, "rejected_503": 2}
-        board.members.hear_ingress(
-            IngressReport(name, 57, 570, waiting, ended, {"503 queue_full": 2}), START_S + 0.5
-        )
+        rejected, endpoints = {"503 queue_full": 2}, {"/v1/messages": 6}
+        lines = {"completed": 4, "failed": 1}
+        report = IngressReport(name, 57, 570, waiting, ended, rejected, endpoints, lines)
+        board.members.hear_ingress(report, START_S + 0.5)
     board.advance(START_S + 1, None, None)
     found = told(board)
     row = found["rows"][-1]
     assert (row["waiting_flex"], row["waiting_default"], row["waiting_priority"]) == (4, 2, 0)
     assert row["arrived_per_s"] == 14
     assert (row["ended_per_s"], row["failed_per_s"], row["rejected_per_s"]) == (6, 2, 4)
+    assert row["batch_lines_per_s"] == 10
     assert found["state"]["rejected"] == {"503 queue_full": 4}
+    assert found["state"]["endpoints"] == {"/v1/messages": 12}
 
 
 def decided() -> OuterLoop:

@@ -261,9 +261,9 @@ def test_a_histogram_equals_that_of_prometheus_client(numbers, data):
 
 def test_requests_for_models_that_are_not_served_share_a_label():
     ingress = IngressTelemetry(["mars"], "i1")
-    ingress.count("mars", "stop")
+    ingress.count("mars", "stop", "/v1/messages")
     for name in ("anything", "else", None):
-        ingress.count(name, "rejected_404")
+        ingress.count(name, "rejected_404", "other")
     ingress.count_rejection("else", 404, "model_not_found")
     assert values(ingress, model="mars", replica="i1", outcome="stop") == {
         "marsray_requests_total": 1

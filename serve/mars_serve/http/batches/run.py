@@ -34,6 +34,7 @@ from mars_serve.http.batches.records import (
     Outcome,
 )
 from mars_serve.http.in_process import OwnRequests, is_refused, post_until_served
+from mars_serve.observability.ingress_telemetry import IngressTelemetry
 from mars_serve.storage.objects import new_id
 
 _READ_LINES = 16
@@ -66,6 +67,7 @@ class Means:
     caller_of: Callable[[str], Awaitable[Caller | None]]
     """Returns the caller with the name of a key, as it is now; None if the key is gone."""
     limits: LimitSettings
+    telemetry: IngressTelemetry
     num_slots: int
     """Largest number of lines that are answered at a time."""
     slots: asyncio.Semaphore
@@ -317,8 +319,11 @@ class BatchRun:
             line = await self._in_thread(self._parsed, content)
         except LineProblem as problem:  # a request by the limits of another time
             name = from_json(content)["custom_id"]
+            self._means.telemetry.count_batch_line(None, is_right=False)
             return 400, unanswered_line(name, problem.code, str(problem))
         response = await self._response(line)
+        model, is_right = response.extensions["model"], response.status_code == 200
+        self._means.telemetry.count_batch_line(model, is_right=is_right)
         request_id = response.headers.get("x-request-id")
         return response.status_code, answer_line(
             line.custom_id, response.status_code, request_id, response.content

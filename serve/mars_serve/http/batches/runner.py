@@ -26,6 +26,16 @@ _SWEEP_S = 3600.0
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Unfinished:
+    """Batches of all keys that have not ended."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    oldest_s: float | None = None
+    """Time in seconds since 1970 at which the oldest was created."""
+
+
 @dataclass
 class BatchRunner:
     """Takes batches, and answers their lines as requests of the application's own clients.
@@ -36,6 +46,8 @@ class BatchRunner:
 
     store: BatchStore
     means: Means
+    unfinished: Unfinished = field(default_factory=Unfinished)
+    """Batches that had not ended at the latest look."""
     _owner: str = field(default_factory=lambda: secrets.token_hex(8))
     _runs: dict[str, tuple[str, asyncio.Task[None]]] = field(default_factory=dict)
     """Tenant and task of each batch that runs here, by id."""
@@ -58,6 +70,9 @@ class BatchRunner:
         while True:
             try:
                 leases = await self.store.leases()
+                num_running = sum(bool(each.owner) for each in leases.values())
+                oldest_s = min(map(made_at, leases), default=None)
+                self.unfinished = Unfinished(num_running, len(leases) - num_running, oldest_s)
                 self._seen = {name: self._seen[name] for name in self._seen.keys() & leases}
                 for name, lease in leases.items():
                     if name not in self._runs and self._is_free(name, lease):

@@ -12,6 +12,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
@@ -21,6 +22,7 @@ from mars_platform import __version__
 from mars_serve.api.errors import ApiError
 from mars_serve.api.schema import EVENT_STREAM, errors_described
 from mars_serve.config.served import Picture, ServedModel
+from mars_serve.http.batches.runner import BatchRunner
 from mars_serve.http.endpoints.event_stream import EventStream
 
 _PERIOD_S = 1.0
@@ -42,8 +44,14 @@ _log = logging.getLogger(__name__)
 class Watchers:
     """The watchers of one ingress replica, and the pictures that they get."""
 
-    def __init__(self, models: Mapping[str, ServedModel], period_s: float = _PERIOD_S) -> None:
+    def __init__(
+        self,
+        models: Mapping[str, ServedModel],
+        batches: BatchRunner | None = None,
+        period_s: float = _PERIOD_S,
+    ) -> None:
         self._models = models
+        self._batches = batches
         self._period_s = period_s
         self._queues = set[asyncio.Queue[bytes]]()
         self._asking: asyncio.Task[None] | None = None
@@ -103,8 +111,9 @@ class Watchers:
         """Return an event with all models' pictures, and note up to which time each one goes."""
         parts = await asyncio.gather(*(self._part(name, since) for name in self._models))
         about = f'"about":{json.dumps(_about(self._models))},' if is_first else ""
-        content = ",".join(parts)
-        return f'data: {{{about}"now_s":{time.time():.3f},"models":{{{content}}}}}\n\n'.encode()
+        batches = json.dumps(self._batches and asdict(self._batches.unfinished))
+        content = f'"batches":{batches},"models":{{{",".join(parts)}}}'
+        return f'data: {{{about}"now_s":{time.time():.3f},{content}}}\n\n'.encode()
 
     async def _part(self, name: str, since: dict[str, int | None]) -> str:
         """Return a model's name and picture as JSON, or why there is none."""
@@ -120,9 +129,9 @@ class Watchers:
         return f"{json.dumps(name)}:{picture.text}"
 
 
-def dashboard_router(models: Mapping[str, ServedModel]) -> APIRouter:
+def dashboard_router(models: Mapping[str, ServedModel], batches: BatchRunner | None) -> APIRouter:
     """Return the router of the dashboard's stream of events."""
-    router, watchers = APIRouter(responses=errors_described()), Watchers(models)
+    router, watchers = APIRouter(responses=errors_described()), Watchers(models, batches)
 
     @router.get(
         "/admin/dashboard/events",

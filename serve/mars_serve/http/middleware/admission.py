@@ -12,10 +12,9 @@ from mars_serve.api.limits import KeyLimits, Places
 from mars_serve.http.middleware.authentication import path_within
 from mars_serve.http.middleware.records import RequestRecord
 
-_GENERATING = frozenset(
-    {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"}
-)
-_LIMITED = _GENERATING | {"/tokenize", "/detokenize", "/v1/messages/count_tokens"}
+GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
+"""Paths of the endpoints that generate."""
+_LIMITED = GENERATING | {"/tokenize", "/detokenize", "/v1/messages/count_tokens"}
 
 
 class AdmissionMiddleware:
@@ -78,7 +77,7 @@ class QueueMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the request if it may find a place."""
         with ExitStack() as held:
-            if _is_post(scope) and path_within(scope) in _GENERATING:
+            if _is_post(scope) and path_within(scope) in GENERATING:
                 self._enter(scope["state"]["caller"], scope["state"]["record"], held)
                 scope["state"]["places"] = held
             await self._app(scope, receive, send)

@@ -13,6 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mars_serve.api.anthropic.errors import COUNT_PATH, is_messages
+from mars_serve.http.middleware.admission import GENERATING
 from mars_serve.http.middleware.authentication import ADMIN_PATHS, path_within
 from mars_serve.http.middleware.records import Exchange, RequestRecord, outcome_of
 from mars_serve.observability.ingress_telemetry import IngressTelemetry
@@ -107,7 +108,8 @@ class RecordMiddleware:
         is_other = exchange.path in _OTHERS or exchange.path.startswith(_STORED)
         is_generating = exchange.path.startswith("/v1/") and not is_other
         if exchange.method == "POST" and is_generating:
-            self._telemetry.count(record.model, outcome)
+            endpoint = exchange.path if exchange.path in GENERATING else "other"
+            self._telemetry.count(record.model, outcome, endpoint)
             if outcome.startswith("rejected_") and exchange.status is not None:
                 self._telemetry.count_rejection(record.model, exchange.status, record.error_code)
             if record.moves:

@@ -108,6 +108,9 @@ async def test_a_batch_answers_each_line_as_its_request_alone_would_be(make_app)
         times = (batch.created_at, batch.in_progress_at, batch.finalizing_at, batch.completed_at)
         assert list(times) == sorted(times)
         assert batch.expires_at - batch.created_at in (86_400, 86_399)
+        report = app.state.telemetry.report
+        assert report("mars").batch_lines == {"completed": 3}
+        assert report("").batch_lines == {"failed": 2}
         output = {each["custom_id"]: each for each in await contents(client, batch.output_file_id)}
         errors = {each["custom_id"]: each for each in await contents(client, batch.error_file_id)}
         assert (output.keys(), errors.keys()) == ({"one", "two", "three"}, {"bad", "lost"})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +18,8 @@ from mars_autoscale.policy.reports import IngressReport
 from mars_autoscale.policy.settings import OuterSettings
 from mars_platform.method.mode import LiveDecoding
 from mars_serve.config.served import Picture
+from mars_serve.http.batches.records import Lease
+from mars_serve.storage.objects import new_id
 from replica_reports import report_of
 from rest.api_keys import key_entry
 from rest.rest_server import SingleEngineBackend, app_of, served
@@ -36,7 +40,8 @@ class ScaledBackend(SingleEngineBackend):
         decision = InnerLoopDecision(live, gain=1.4, loss=2.0, cause=Cause.LOAD)
         hostile = replace(report_of("", 3), replica=HOSTILE, node=HOSTILE, decoding=decision)
         await self.governor.report("model", hostile, BASIS)
-        rejected = IngressReport("i", rejected={HOSTILE: 2})
+        counted = {"/v1/messages": 31}
+        rejected = IngressReport("i", rejected={HOSTILE: 2}, endpoints=counted)
         await self.governor.report_ingress("model", IngressReport("i"))
         await self.governor.report_ingress("model", rejected)
         return await super().picture(since_s)
@@ -49,11 +54,16 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def server(mars, loops) -> Iterator[Any]:
-    """A server of an autoscaled model and of a plain one that is not."""
+def server(mars, loops, tmp_path_factory) -> Iterator[Any]:
+    """A server of an autoscaled model and of a plain one that is not, where a batch runs."""
     scaled = served("scaled", mars, ScaledBackend(loops["mars"]), autoscaling=AUTOSCALING)
     fixed = served("fixed", loops["plain"].engine.checkpoint, SingleEngineBackend(loops["plain"]))
-    with live_server(app_of(scaled, fixed)) as server:
+    app = app_of(scaled, fixed, storage={"path": str(tmp_path_factory.mktemp("kept"))})
+    leased = app.state.batches.store.put_lease(new_id(), Lease(tenant="t", owner="other"))
+    thread = threading.Thread(target=asyncio.run, args=[leased])
+    thread.start()  # the browser's loop runs in this one
+    thread.join()
+    with live_server(app) as server:
         yield server
 
 
@@ -75,6 +85,10 @@ def test_it_shows_what_the_governor_knows_and_text_stays_text(page, server):
     assert page.title() == "Dashboard · marsray"
     page.get_by_text("requests run and wait than are served fast enough").first.wait_for()
     page.locator("#now p", has_text="replica").first.wait_for()
+    page.get_by_role("row", name="/v1/messages 31").wait_for()
+    page.get_by_text(
+        re.compile("Batches: 1 running, 0 waiting, the oldest for .* minute")
+    ).wait_for()
     label = page.get_by_role("img", name="τ, mean over ready replicas").get_attribute("aria-label")
     assert "default 0.9" in label
     frontier = page.get_by_role("img", name="Frontier with full batches")

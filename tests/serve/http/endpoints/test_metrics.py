@@ -90,6 +90,8 @@ async def test_one_response_has_the_metrics_of_ingress_and_replicas(client):
     of = {"replica": "ingress"}
     assert grown("marsray_requests_total", "mars", outcome="length", **of) == 2
     assert grown("marsray_requests_total", "", outcome="rejected_404", **of) == 1
+    endpoint = {"endpoint": "/v1/completions", **of}
+    assert grown("marsray_endpoint_requests_total", "mars", **endpoint) == 2
     assert grown("marsray_rejections_total", "", status="404", code="model_not_found", **of) == 1
 
 
@@ -97,7 +99,7 @@ async def test_the_response_is_valid_for_prometheus(client):
     response = await client.get("/metrics")
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     families = list(text_string_to_metric_families(response.text))
-    assert len(families) == 6 + 8 + 6 + 9
+    assert len(families) == 8 + 8 + 6 + 9
     check(families)
     for line in ("HELP", "TYPE"):
         assert response.text.count(f"# {line} marsray_num_requests_running ") == 1

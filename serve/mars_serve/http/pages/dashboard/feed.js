@@ -56,6 +56,7 @@ export class Feed {
   constructor(onUpdate, onProblem) {
     this.models = new Map();
     this.nowS = 0;
+    this.batches = null; // those that have not ended; null where the server keeps none
     this.onUpdate = onUpdate;
     this.onProblem = onProblem;
     this.abort = null;
@@ -132,6 +133,7 @@ export class Feed {
 
   take(event) {
     this.nowS = event.now_s;
+    this.batches = event.batches;
     for (const [name, update] of Object.entries(event.models)) {
       if (!this.models.has(name)) this.models.set(name, new Model(name));
       this.models.get(name).take(update);

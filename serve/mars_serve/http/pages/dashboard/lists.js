@@ -121,6 +121,37 @@ function cells(each) {
   return [name, each.state, taus, each.mode, count(each.num_running), count(each.num_waiting), percent(each.kv_share), each.cause];
 }
 
+/** The endpoints in use, and the batches that have not ended. */
+export class UseCard extends Card {
+  constructor() {
+    super("Endpoints and batches");
+  }
+
+  update({ state }, words) {
+    const rows = byNumber(Object.entries(state?.endpoints ?? {}));
+    this.show({ rows, words }, () => [countTable("Endpoint", rows), h("p", {}, words)]);
+  }
+}
+
+/** Says how many batches of all keys there are; `linesPerS` is how fast the lines for one model are answered. */
+export function batchWords(batches, nowS, linesPerS) {
+  if (!batches) return "This server keeps no batches: storage.path is not set.";
+  const { num_running: running, num_waiting: waiting, oldest_s: oldestS } = batches;
+  if (!running && !waiting) return "No batch runs or waits.";
+  const age = plural(Math.max(Math.floor((nowS - oldestS) / 60), 0), "minute");
+  return `Batches: ${count(running)} running, ${count(waiting)} waiting, the oldest for ${age}. Lines for this model: ${plain(linesPerS)} a second.`;
+}
+
+function byNumber(rows) {
+  return rows.sort((a, b) => b[1] - a[1]);
+}
+
+function countTable(title, rows) {
+  if (!rows.length) return h("p", { class: "hint" }, "No request has ended since the governor started.");
+  const head = h("tr", {}, h("th", { scope: "col" }, title), h("th", { scope: "col", class: "number" }, "Requests"));
+  return h("table", {}, h("thead", {}, head), h("tbody", {}, rows.map(([name, number]) => h("tr", {}, h("td", {}, name), h("td", { class: "number" }, count(number))))));
+}
+
 /** How requests ended and why some were refused, since the governor's start. */
 export class EndsCard extends Card {
   constructor() {
@@ -129,20 +160,10 @@ export class EndsCard extends Card {
 
   update(model) {
     const { ended = {}, rejected = {} } = model.state ?? {};
-    const rows = [
+    const rows = byNumber([
       ...Object.entries(ended).filter(([name]) => !name.startsWith("rejected")),
       ...Object.entries(rejected).map(([name, number]) => [`refused: ${name}`, number]),
-    ].sort((a, b) => b[1] - a[1]);
-    this.show(rows, () => {
-      if (!rows.length) return [h("p", { class: "hint" }, "No request has ended since the governor started.")];
-      return [
-        h(
-          "table",
-          {},
-          h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Outcome"), h("th", { scope: "col", class: "number" }, "Requests"))),
-          h("tbody", {}, ...rows.map(([name, number]) => h("tr", {}, h("td", {}, name), h("td", { class: "number" }, count(number))))),
-        ),
-      ];
-    });
+    ]);
+    this.show(rows, () => [countTable("Outcome", rows)]);
   }
 }

@@ -8,7 +8,7 @@ import { LineChart } from "./chart.js";
 import { Feed } from "./feed.js";
 import { clock, count, percent, plain, rate, seconds } from "./format.js";
 import { FrontierChart } from "./frontier.js";
-import { DecisionCard, EndsCard, EventsCard, ReplicasCard, whyNotGoverned } from "./lists.js";
+import { batchWords, DecisionCard, EndsCard, EventsCard, ReplicasCard, UseCard, whyNotGoverned } from "./lists.js";
 
 const SPANS = [
   [300, "5 min"],
@@ -107,12 +107,13 @@ const budget = new LineChart({
 const frontier = new FrontierChart();
 const decision = new DecisionCard();
 const ends = new EndsCard();
+const use = new UseCard();
 const cards = [new EventsCard(), new ReplicasCard()];
 const why = h("p", { class: "card hint" });
 
 const placed = [...charts.slice(0, -1), frontier, charts.at(-1), budget]; // the frontier takes two rows
 $("#charts").append(...placed.map((each) => each.element), why);
-$("#now").append(decision.element, ends.element);
+$("#now").append(decision.element, ends.element, use.element);
 $("#lists").append(...cards.map((each) => each.element));
 
 const TILES = [
@@ -213,6 +214,7 @@ function show() {
   why.hidden = !reason;
   why.textContent = `There is no loss budget, audit or frontier to show. ${reason}`;
   decision.update(chosen);
+  use.update(chosen, batchWords(feed.batches, feed.nowS, lately(chosen, "batch_lines_per_s")));
   for (const card of [ends, ...cards]) card.update(chosen);
 }
 
