@@ -98,7 +98,7 @@ def test_own_contenders_are_modes_that_the_server_takes(mars_dir: Path, prompts:
     try:
         with live_server(app) as live:
             runs = [
-                asyncio.run(measured(server, name, live.address, level, options)) for name in OWN
+                asyncio.run(measured(server, name, live.address, level, options, 0)) for name in OWN
             ]
     finally:
         loop.stop()

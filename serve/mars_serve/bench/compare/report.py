@@ -14,7 +14,7 @@ from mars_platform import __version__
 from mars_platform.cli.report import Column, print_notes, table_of
 from mars_platform.statistics import RoundRange
 from mars_serve.bench.compare.run import Run, ServerComparison
-from mars_serve.bench.compare.servers import BASELINE
+from mars_serve.bench.options import ComparedName
 from mars_serve.config.hardware import cpu_name
 
 _FIGURES: dict[str, Callable[[Run], float | None]] = {
@@ -69,26 +69,17 @@ def figures_by_level(comparison: ServerComparison) -> list[dict[str, Any]]:
     ``over_ar`` is the ratio of tokens/s to mode ar's in the same round, ``as_ar`` the share of
     answers that equal its.
     """
-    runs = {(run.clients, run.contender, run.round): run for run in comparison.runs}
-    names = dict.fromkeys(run.contender for run in sorted(comparison.runs, key=_round))
-    rows = []
-    for clients in dict.fromkeys(comparison.options.clients):
-        for name in names:
-            own = [run for key, run in runs.items() if key[:2] == (clients, name)]
-            pairs = [
-                (run, runs[clients, BASELINE, run.round])
-                for run in own
-                if (clients, BASELINE, run.round) in runs
-            ]
+    runs, rows = comparison.runs, list[dict[str, Any]]()
+    bases = {(run.clients, run.round): run for run in runs if run.contender == ComparedName.AR}
+    for clients in dict.fromkeys(run.clients for run in runs):
+        for name in dict.fromkeys(run.contender for run in runs):
+            own = [run for run in runs if (run.clients, run.contender) == (clients, name)]
+            pairs = [(run, bases.get((clients, run.round))) for run in own]
             row = {key: _range(map(value, own)) for key, value in _FIGURES.items()}
-            row["over_ar"] = _range(_ratio(*pair) for pair in pairs)
-            row["as_ar"] = _range(_agreement(*pair) for pair in pairs)
+            row["over_ar"] = _range(_ratio(run, base) for run, base in pairs if base)
+            row["as_ar"] = _range(_agreement(run, base) for run, base in pairs if base)
             rows.append({"clients": clients, "contender": name, **row})
     return rows
-
-
-def _round(run: Run) -> int:
-    return run.round
 
 
 def _range(values: Iterable[float | None]) -> RoundRange | None:
@@ -96,14 +87,14 @@ def _range(values: Iterable[float | None]) -> RoundRange | None:
     return RoundRange.of(known) if known else None
 
 
-def _ratio(run: Run, baseline: Run) -> float | None:
-    ours, theirs = run.figures.tokens_per_s, baseline.figures.tokens_per_s
+def _ratio(run: Run, base: Run) -> float | None:
+    ours, theirs = run.figures.tokens_per_s, base.figures.tokens_per_s
     return ours / theirs if ours and theirs else None
 
 
-def _agreement(run: Run, baseline: Run) -> float | None:
-    both = run.answers.keys() & baseline.answers.keys()
-    same = sum(run.answers[index] == baseline.answers[index] for index in both)
+def _agreement(run: Run, base: Run) -> float | None:
+    both = run.answers.keys() & base.answers.keys()
+    same = sum(run.answers[index] == base.answers[index] for index in both)
     return same / len(both) if both else None
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import cycle, islice
-from typing import Any
+from typing import TypeVar
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -24,20 +25,30 @@ from mars_platform.cli.report import check_output_files
 from mars_platform.cluster.processes import CommandFailed, free_port, running_server
 from mars_platform.errors import UserError
 from mars_platform.tier import Tier
-from mars_serve.bench.compare.servers import Server, servers_of
+from mars_serve.bench.compare.servers import ENVIRONMENT, Server, servers_of
 from mars_serve.bench.decode.workload import requests_in_run
 from mars_serve.bench.load.figures import ClientFigures, client_figures
 from mars_serve.bench.load.plan import LoadPlan, PlannedRequest, Question, read_questions
 from mars_serve.bench.load.report import error_notes
-from mars_serve.bench.load.send import Replay, Replayed
+from mars_serve.bench.load.send import Replay, SentRequest
 from mars_serve.bench.load.target import allow_connections, open_client
 from mars_serve.bench.options import CompareOptions
 
+_ItemT = TypeVar("_ItemT")
 _WARM_UP_TOKENS = 16
 _TIMEOUT_S = 600.0
 _GREEDY = {"temperature": 0, "stream_options": {"include_usage": True}}
 _OUTPUT = "vllm:generation_tokens_total"
 _ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
+
+
+@dataclass(frozen=True)
+class Level:
+    """The requests of all runs with one number of clients."""
+
+    clients: int
+    warm_up: list[PlannedRequest]
+    requests: list[PlannedRequest]
 
 
 @dataclass(frozen=True)
@@ -67,15 +78,6 @@ class ServerComparison:
     """Servers that are not here or did not start, and what to do, in words."""
 
 
-@dataclass(frozen=True)
-class Level:
-    """The requests of all runs with one number of clients."""
-
-    clients: int
-    warm_up: list[PlannedRequest]
-    requests: list[PlannedRequest]
-
-
 def compare_servers(
     options: CompareOptions,
     on_progress: Callable[[int, int, str], None],
@@ -97,32 +99,26 @@ def compare_servers(
     servers = servers_of(options, model, comparison.dtype, checkpoint.metadata)
     levels = levels_of(options, checkpoint)
     allow_connections()
-    for server in [each for each in servers if not each.is_here]:
+    for server in [each for each in servers if shutil.which(each.command[0]) is None]:
         comparison.left_out.append(f"{server.name} is not installed here: {server.remedy}")
         servers.remove(server)
+    runs = comparison.runs
     for number in range(options.rounds):
-        turn = number % len(servers) if servers else 0
-        for server in [*servers[turn:], *servers[:turn]]:
+        for server in _turned(servers, number):
             total = options.rounds * len(levels) * sum(len(each.contenders) for each in servers)
-            done = len(comparison.runs)
-            on_progress(done, total, f"round {number + 1}: {server.name} starts")
-            found = _runs(server, levels, options, number)
+            on_progress(len(runs), total, f"round {number + 1}: {server.name} starts")
             try:
-                for run in found:
-                    comparison.runs.append(run)
-                    on_progress(len(comparison.runs), total, _words(run))
+                for run in _runs(server, levels, options, number):
+                    runs.append(run)
+                    speed = f"{run.figures.tokens_per_s or 0:,.0f} tokens/s"
+                    on_progress(len(runs), total, f"{run.contender}, {run.clients}: {speed}")
             except CommandFailed as error:
                 comparison.left_out.append(f"{error}; {server.remedy}")
                 servers.remove(server)
         on_round(comparison)
-    if not comparison.runs:
+    if not runs:
         raise UserError(f"--contender: no server could be measured: {comparison.left_out[0]}")
     return comparison
-
-
-def _words(run: Run) -> str:
-    speed = run.figures.tokens_per_s or 0.0
-    return f"{run.contender}, {run.clients} clients: {speed:,.0f} tokens/s"
 
 
 def levels_of(options: CompareOptions, checkpoint: Checkpoint) -> list[Level]:
@@ -134,10 +130,9 @@ def levels_of(options: CompareOptions, checkpoint: Checkpoint) -> list[Level]:
     sizes = [(n, requests_in_run(n, options.num_requests)) for n in options.clients]
     total = sum(n + num_requests for n, num_requests in sizes)
     if options.prompts is None:
-        questions = _made_up(options, checkpoint, total)
+        waiting = cycle(_made_up(options, checkpoint, total))
     else:
-        questions = read_questions(options.prompts, total, "--prompts")
-    waiting = cycle(questions)
+        waiting = cycle(read_questions(options.prompts, total, "--prompts"))
 
     def planned(count: int, max_tokens: int) -> list[PlannedRequest]:
         return [
@@ -151,7 +146,8 @@ def levels_of(options: CompareOptions, checkpoint: Checkpoint) -> list[Level]:
 
 def _made_up(options: CompareOptions, checkpoint: Checkpoint, count: int) -> list[Question]:
     """Return questions of about as many tokens as the options say, in random words."""
-    if options.shared_tokens > options.prompt_tokens:
+    num_own = options.prompt_tokens - options.shared_tokens
+    if num_own < 0:
         raise UserError("--shared-tokens: more than --prompt-tokens; lower it")
     source, tokenizer = random.Random(options.seed), checkpoint.tokenizer
     size = len(tokenizer)
@@ -160,16 +156,15 @@ def _made_up(options: CompareOptions, checkpoint: Checkpoint, count: int) -> lis
         return [source.randrange(size // 2, size) for _ in range(number)]
 
     shared = draw(options.shared_tokens)
-    texts = (
-        tokenizer.decode(
-            shared + draw(options.prompt_tokens - len(shared)), skip_special_tokens=True
-        )
-        for _ in range(count)
-    )
-    return [
-        Question("made up", {"messages": [{"role": "user", "content": text}]}, None)
-        for text in texts
+    texts = [
+        tokenizer.decode(shared + draw(num_own), skip_special_tokens=True) for _ in range(count)
     ]
+    return [Question("", {"messages": [{"role": "user", "content": t}]}, None) for t in texts]
+
+
+def _turned(items: list[_ItemT], number: int) -> list[_ItemT]:
+    turn = number % max(len(items), 1)
+    return [*items[turn:], *items[:turn]]
 
 
 def _runs(
@@ -181,24 +176,16 @@ def _runs(
         CommandFailed: the server does not start, or answers none of the first requests.
     """
     port, name = free_port(), f"{server.name} (see {options.log})"
-    address = f"http://127.0.0.1:{port}"
-    names = list(server.contenders)
-    turn = number % len(names)
-    with running_server(
-        [*server.command, "--port", str(port)],
-        f"{address}{server.ready_path}",
-        server.environment,
-        name=name,
-        log=options.log,
-    ):
-        for contender in names[turn:] + names[:turn]:
+    address, command = f"http://127.0.0.1:{port}", [*server.command, "--port", str(port)]
+    ready = f"{address}{server.ready_path}"
+    with running_server(command, ready, ENVIRONMENT, name=name, log=options.log):
+        for contender in _turned(list(server.contenders), number):
             for level in levels:
-                sending = measured(server, contender, address, level, options)
-                yield replace(asyncio.run(sending), round=number)
+                yield asyncio.run(measured(server, contender, address, level, options, number))
 
 
 async def measured(
-    server: Server, contender: str, address: str, level: Level, options: CompareOptions
+    server: Server, contender: str, address: str, level: Level, options: CompareOptions, number: int
 ) -> Run:
     """Measure a contender of a running server, behind some short requests that warm it up.
 
@@ -206,38 +193,36 @@ async def measured(
         CommandFailed: the server answers none of these.
         KeyboardInterrupt: the user stopped it.
     """
-    fields: dict[str, Any] = {**_GREEDY, **server.contenders[contender]}
 
-    async def send(requests: list[PlannedRequest], part: str) -> Replayed:
-        if server.takes_salt:
-            fields["cache_salt"] = f"{contender} {level.clients} {part}"
-        plan = LoadPlan(server.model, requests, (), 0, dict(fields))
-        replay = Replay(client, plan, _TIMEOUT_S, lambda *_: None, level.clients, options.limit_s)
-        replayed = await replay.run()
+    async def send(requests: list[PlannedRequest], part: str) -> list[SentRequest]:
+        salt = {"cache_salt": f"{contender} {level.clients} {part}"} if server.takes_salt else {}
+        fields = {**_GREEDY, **server.contenders[contender], **salt}
+        plan = LoadPlan(server.model, requests, (), 0, fields)
+        limits = level.clients, options.limit_s
+        replayed = await Replay(client, plan, _TIMEOUT_S, lambda *_: None, *limits).run()
         if replayed.was_interrupted:
             raise KeyboardInterrupt
-        return replayed
+        return replayed.sent
 
     async with open_client(address, None) as client:
-        warm = (await send(level.warm_up, "first")).sent
+        warm = await send(level.warm_up, "first")
         if not any(each.is_served for each in warm):
             reasons = "; ".join(error_notes(warm))
             raise CommandFailed(f"{contender} answers no request: {reasons}")
         before = await _counters(client)
-        sent = (await send(level.requests, "then")).sent
+        sent = await send(level.requests, "then")
         after = await _counters(client)
-    figures = client_figures(sent, 0.0, max(each.end_s or 0.0 for each in sent))
     output, accepted = (after[key] - before[key] for key in (_OUTPUT, _ACCEPTED))
-    per_pass = output / (output - accepted) if output > accepted else None
-    answers = {each.request.index: each.said for each in sent if each.is_served}
+    figures = client_figures(sent, 0.0, max(each.end_s or 0.0 for each in sent))
     return Run(
-        0,
-        contender,
-        level.clients,
-        figures,
-        figures.tokens_per_forward or per_pass,
-        list(error_notes(sent)),
-        answers,
+        round=number,
+        contender=contender,
+        clients=level.clients,
+        figures=figures,
+        tokens_per_pass=figures.tokens_per_forward
+        or (output / (output - accepted) if output > accepted else None),
+        problems=list(error_notes(sent)),
+        answers={each.request.index: each.said for each in sent if each.is_served},
     )
 
 
