@@ -13,16 +13,8 @@ from pydantic import Field
 from mars_autoscale.traces.files import TraceFormat
 from mars_platform.checkpoint.number_type import NumberType
 from mars_platform.config import Settings
+from mars_platform.method.mode import Mode
 from mars_serve.measure.options import Adapter
-
-
-class ContenderName(StrEnum):
-    """A way to decode: a mode of marsray's engine, or Hugging Face ``generate``."""
-
-    AR = "ar"
-    THRESHOLD = "threshold"
-    EXACT = "exact"
-    HF_GENERATE = "hf-generate"
 
 
 class DecodeOptions(Settings):
@@ -36,10 +28,8 @@ class DecodeOptions(Settings):
     Numbers of accepted tokens are drawn, with the frequencies of the MARS paper on GSM8K."""
     prompts: Path | None = None
     """File of conversations; by default random prompts."""
-    contenders: Annotated[tuple[ContenderName, ...], typer.Option("--contender")] = tuple(
-        ContenderName
-    )
-    """Decoder to measure. May be repeated."""
+    contenders: Annotated[tuple[Mode, ...], typer.Option("--contender")] = tuple(Mode)
+    """Mode to measure. May be repeated."""
     batches: Annotated[tuple[int, ...], typer.Option("--batch", min=1)] = (1, 4, 8, 16, 32)
     """Batch size. May be repeated."""
     rounds: int = Field(default=5, ge=1)

@@ -25,7 +25,7 @@ def _bench(context: typer.Context) -> None:
 def decode(options: DecodeOptions, as_json: AsJson = False) -> None:
     """Compare the speed of decoders on the same prompts.
 
-    The modes of marsray's engine and Hugging Face generate take turns. Outputs of generated prompts
+    The modes of the engine take turns. Outputs of generated prompts
     ignore end tokens, so that each has its drawn length. With --untrained or --agreement, the
     number of tokens accepted per pass is drawn instead of decided by the model, so that step times
     can be measured without trained weights.

@@ -24,7 +24,7 @@ def test_all_contenders_are_measured(config: Path, capsys: pytest.CaptureFixture
     assert result["machine"]["num_threads"] == 1
     (batch,) = result["batches"]
     assert (batch["batch"], batch["num_requests"]) == (2, 4)
-    assert set(batch["contenders"]) == {"ar", "threshold", "exact", "hf-generate"}
+    assert set(batch["contenders"]) == {"ar", "threshold", "exact"}
     num_tokens = set()
     for figures in batch["contenders"].values():
         assert len(figures["rounds"]) == 2
@@ -33,12 +33,9 @@ def test_all_contenders_are_measured(config: Path, capsys: pytest.CaptureFixture
         assert 0 < speed["low"] <= speed["median"] <= speed["high"]
     assert len(num_tokens) == 1  # all contenders decode the same work
     assert batch["contenders"]["ar"]["tokens_per_forward"] == 1.0
-    assert batch["contenders"]["hf-generate"]["identical_to_ar"] == 1.0
     assert batch["ratios"]["threshold/ar"]["median"] > 0
-    assert batch["ratios"]["exact/hf-generate"]["median"] > 0
     assert batch["contenders"]["ar"]["positions_per_forward"] == 1.0
     assert batch["contenders"]["threshold"]["positions_per_forward"] >= 1.0
-    assert batch["contenders"]["hf-generate"]["positions_per_forward"] is None
 
 
 def test_tables_are_printed_for_conversations(
@@ -54,7 +51,7 @@ def test_tables_are_printed_for_conversations(
     command = ["bench", "decode", str(mars_dir), *sizes]
     assert run(command) == 0
     printed = capsys.readouterr().out
-    assert "threshold / hf-generate" in printed
+    assert "threshold / ar" in printed
     assert "exact / threshold" in printed
     assert "drawn" not in printed
     assert run([*command, "--contender", "ar", "--contender", "exact", "--json"]) == 0

@@ -1,50 +1,19 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import pytest
-from transformers import PreTrainedModel
 
-from mars_platform.checkpoint.directory import SpecialTokens
-from mars_platform.method import reference
 from mars_platform.method.mode import Mode
-from mars_serve.bench.decode.contenders import (
-    build_engine,
-    decode_with_engine,
-    decode_with_generate,
-)
+from mars_serve.bench.decode.contenders import build_engine, decode_with_engine
 from mars_serve.bench.decode.drawing import DrawingEngine
 from mars_serve.bench.decode.models import BenchModel
 from mars_serve.bench.decode.workload import (
     AcceptanceDistribution,
     BenchRequest,
     Draws,
-    RaggedShape,
     agreeing,
-    generated_requests,
 )
 from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.execution.fault_isolation import Step
-
-MASK = 3
-SPECIAL = SpecialTokens(eos=frozenset({1, 2, 9, 33}), never_emitted=frozenset({0, MASK}))
-ENDLESS = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, MASK}))
-
-
-def reference_output(
-    model: PreTrainedModel, request: BenchRequest, special: SpecialTokens
-) -> list[int]:
-    decoded = reference.decode(
-        model,
-        list(request.prompt),
-        special,
-        max_tokens=request.max_tokens,
-        threshold=1.0,
-        num_masks=0,
-        mask_token_id=MASK,
-    )
-    return [token for tokens in decoded.passes for token in tokens]
 
 
 def fixed_length(tokens: int) -> AcceptanceDistribution:
@@ -93,16 +62,3 @@ def test_drafts_have_the_drawn_probability_as_confidence(model: BenchModel, righ
     options = DecodingOptions(1, Mode.EXACT)
     decode_with_engine(requests, engine=lambda: engine, options=options)
     assert {rate for rates in seen for rate in rates} == {right}
-
-
-@pytest.mark.parametrize("special", [SPECIAL, ENDLESS])
-def test_generate_equals_the_reference(
-    tiny_model: Callable[[str], PreTrainedModel], special: SpecialTokens
-) -> None:
-    model = tiny_model("qwen2")
-    requests = generated_requests(8, RaggedShape(prompt=(1, 30), output=(1, 24)), range(4, 64), 3)
-    expected = [reference_output(model, request, special) for request in requests]
-    decode = partial(decode_with_generate, model=lambda: model, special=special, batch=3)
-    decoded = decode(requests)
-    assert decoded.outputs == expected
-    assert decoded.num_passes == decoded.num_tokens

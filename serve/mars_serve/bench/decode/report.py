@@ -19,12 +19,9 @@ from mars_serve.bench.options import DecodeOptions
 from mars_serve.config.hardware import cpu_name
 
 RATIOS = (
-    ("ar", "hf-generate"),
     ("threshold", "ar"),
-    ("threshold", "hf-generate"),
     ("exact", "ar"),
     ("exact", "threshold"),
-    ("exact", "hf-generate"),
 )
 
 

@@ -20,12 +20,7 @@ from mars_platform.checkpoint.number_type import NumberType, stored_dtype
 from mars_platform.cli.progress import ProgressDisplay, progress_display
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
-from mars_serve.bench.decode.contenders import (
-    Contender,
-    build_engine,
-    decode_with_engine,
-    decode_with_generate,
-)
+from mars_serve.bench.decode.contenders import Contender, build_engine, decode_with_engine
 from mars_serve.bench.decode.models import BenchModel, trained_model, untrained_model
 from mars_serve.bench.decode.workload import (
     BenchRequest,
@@ -37,12 +32,13 @@ from mars_serve.bench.decode.workload import (
     prompted_requests,
     requests_in_run,
 )
-from mars_serve.bench.options import ContenderName, DecodeOptions
+from mars_serve.bench.options import DecodeOptions
 from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.measure.evaluation.decoding import available_device
 from mars_serve.measure.evaluation.items import read_items
 
-_NEED_MASKS = (ContenderName.THRESHOLD, ContenderName.EXACT)
+_MODES = (Mode.AR, Mode.THRESHOLD, Mode.EXACT)
+_NEED_MASKS = (Mode.THRESHOLD, Mode.EXACT)
 """Contenders that a plain AR checkpoint cannot serve."""
 
 
@@ -54,7 +50,7 @@ class Timing:
     num_tokens: int
     num_passes: int
     """Number of forward passes; see `DecodedRun`."""
-    num_positions: int | None = None
+    num_positions: int
     """Number of positions in those passes; see `DecodedRun`."""
 
     @property
@@ -77,10 +73,9 @@ class ContenderResult:
         return sum(each.num_tokens for each in self.timings) / self._num_passes
 
     @property
-    def positions_per_forward(self) -> float | None:
-        """Positions of each forward pass, over all rounds; None if they are not known."""
-        known = [each.num_positions for each in self.timings if each.num_positions is not None]
-        return sum(known) / self._num_passes if known else None
+    def positions_per_forward(self) -> float:
+        """Positions of each forward pass, over all rounds."""
+        return sum(each.num_positions for each in self.timings) / self._num_passes
 
     @property
     def _num_passes(self) -> int:
@@ -155,7 +150,7 @@ def _check(options: DecodeOptions) -> None:
         raise UserError(
             "--prompts: untrained weights have no tokenizer; leave it out or name a checkpoint"
         )
-    if options.agreement is not None and ContenderName.EXACT not in options.contenders:
+    if options.agreement is not None and Mode.EXACT not in options.contenders:
         raise UserError("--agreement: only contender exact checks drafts; add --contender exact")
     available_device(options.device)
 
@@ -225,24 +220,15 @@ def _contenders(
     options: DecodeOptions,
 ) -> dict[str, Contender]:
     """Return the contenders that the options name; their models are made at first use."""
-    exact = ContenderName.EXACT in options.contenders
+    exact = Mode.EXACT in options.contenders
     engine = cache(partial(build_engine, model, requests, batch, draws, exact=exact))
-    decodings = {
-        ContenderName.AR: DecodingOptions(1, Mode.AR),
-        ContenderName.THRESHOLD: DecodingOptions(1, Mode.THRESHOLD, options.threshold),
-        ContenderName.EXACT: DecodingOptions(1, Mode.EXACT),
+    return {
+        mode: partial(
+            decode_with_engine, engine=engine, options=DecodingOptions(1, mode, options.threshold)
+        )
+        for mode in _MODES
+        if mode in options.contenders
     }
-    contenders: dict[str, Contender] = {
-        name: partial(decode_with_engine, engine=engine, options=decoding)
-        for name, decoding in decodings.items()
-    }
-    contenders[ContenderName.HF_GENERATE] = partial(
-        decode_with_generate,
-        model=cache(model.create),
-        special=model.checkpoint.special,
-        batch=batch,
-    )
-    return {name: each for name, each in contenders.items() if name in options.contenders}
 
 
 def _measure(
