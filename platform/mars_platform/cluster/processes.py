@@ -4,6 +4,7 @@ Imports no Ray or torch.
 """
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -92,6 +93,20 @@ def ended_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def lasting_ports(number: int) -> list[int]:
+    """Return loopback ports that are likely to be free still when a process comes to listen on one.
+
+    The system gives them to nobody who does not ask for them by number.
+    """
+    found = set[int]()
+    while len(found) < number:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            found.add(port)
+    return list(found)
 
 
 def wait_until_ready(

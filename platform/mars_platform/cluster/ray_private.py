@@ -16,12 +16,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mars_platform.cluster.processes import lasting_ports
+
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingConfig
     from ray.serve.handle import DeploymentHandle
     from ray.train.torch import TorchTrainer
 
 _CENTRAL_PROCESSES = ("gcs_server", "raylet")
+_AGENT_PORTS = (
+    "metrics_agent_port",
+    "metrics_export_port",
+    "dashboard_agent_listen_port",
+    "runtime_env_agent_port",
+)
 
 
 def job_variables(stop_wait_s: int) -> dict[str, str]:
@@ -60,16 +68,22 @@ def clusters_without_helpers() -> Iterator[None]:
 
     The monitor would add nodes, which a cluster of one machine never does; the log monitor would
     send the workers' logs to this process, which does not ask for them; the API server, for which
-    the start waits, does nothing where the dashboard is off. Relies on the methods of ``Node`` that
-    start them: ``ray.init`` has no option for any.
+    the start waits, does nothing where the dashboard is off. Nor does the raylet wait until its
+    agents, whose modules take seconds to read, have chosen their ports. One of these would be that
+    of any other cluster on this machine, too. Relies on the methods of ``Node`` that start the
+    three, on its parameters, and on the files for ports: ``ray.init`` has no option for any.
     """
     from ray._private import ray_constants
     from ray._private.node import Node
+    from ray._raylet import persist_port  # type: ignore[attr-defined]  # its stub lacks it
 
     def start_no_api_server(node: Node, **_options: object) -> None:
         # a node's agent would ask for the address once a second, and log each time
         key, space = ray_constants.DASHBOARD_ADDRESS, ray_constants.KV_NAMESPACE_DASHBOARD
         node.get_gcs_client().internal_kv_put(key.encode(), b"127.0.0.1:0", True, space)
+        for name, port in zip(_AGENT_PORTS, lasting_ports(len(_AGENT_PORTS)), strict=True):
+            setattr(node._ray_params, name, port)
+            persist_port(node._session_dir, node._node_id, name, port)
 
     before = Node.start_monitor, Node.start_log_monitor, Node.start_api_server
     Node.start_monitor = Node.start_log_monitor = lambda _node: None
