@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections import Counter
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from mars_serve.bench.options import ComparedName, CompareOptions
 from mars_serve.cli.options import ServeOptions
 from mars_serve.cli.serve_settings import serve_settings
 from mars_serve.engine.engine import Engine
+from mars_serve.engine.outputs import StepOutput
+from mars_serve.engine.request import Request
 from rest.rest_server import ENGINE, SingleEngineBackend, app_of, served
 from web.live_server import live_server
 
@@ -30,6 +34,19 @@ OWN = (ComparedName.AR, ComparedName.EXACT, ComparedName.THRESHOLD)
 
 def other(name: str, flaws: str = "none") -> list[str]:
     return ["--other", f"{name}={sys.executable} -SE {PROGRAM} {flaws}"]
+
+
+class WatchedBackend(SingleEngineBackend):
+    """A backend that counts requests by their ``cache_salt``."""
+
+    def __init__(self, loop: LocalEngineClient) -> None:
+        super().__init__(loop)
+        self.salts = Counter[str]()
+
+    async def stream(self, request: Request) -> AsyncGenerator[StepOutput]:
+        self.salts[request.cache_salt] += 1
+        async for output in super().stream(request):
+            yield output
 
 
 @pytest.fixture
@@ -81,6 +98,15 @@ def test_servers_are_started_measured_and_ended_in_turn(
     assert files["out"].read_text().startswith("| clients |")
 
 
+def test_a_comparison_without_a_server_is_refused(
+    mars_dir: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["bench", "compare", str(mars_dir), "--prompts", str(prompts)]
+    command += ["--out", str(tmp_path / "out.md"), "--contender", "vllm", "--vllm", "/no/vllm"]
+    assert run(command) == 2
+    assert "no server could be measured: vllm is not installed" in capsys.readouterr().err
+
+
 def test_own_contenders_are_modes_that_the_server_takes(mars_dir: Path, prompts: Path) -> None:
     checkpoint = read_checkpoint(mars_dir)
     options = CompareOptions(
@@ -94,7 +120,8 @@ def test_own_contenders_are_modes_that_the_server_takes(mars_dir: Path, prompts:
     (server,) = servers_of(options, mars_dir, "float32", checkpoint.metadata)
     (level,) = levels_of(options, checkpoint)
     loop = LocalEngineClient(Engine(checkpoint, ENGINE))
-    app = app_of(served("mars", checkpoint, SingleEngineBackend(loop)))
+    backend = WatchedBackend(loop)
+    app = app_of(served("mars", checkpoint, backend))
     try:
         with live_server(app) as live:
             runs = [
@@ -103,6 +130,7 @@ def test_own_contenders_are_modes_that_the_server_takes(mars_dir: Path, prompts:
     finally:
         loop.stop()
     ar, exact, threshold = runs
+    assert sorted(backend.salts.values()) == [2, 2, 2, 4, 4, 4]  # no run finds another's prompts
     assert ar.tokens_per_pass == 1.0
     assert exact.answers == ar.answers
     assert len(ar.answers) == 4

@@ -24,6 +24,7 @@ class Handler(BaseHTTPRequestHandler):
         if "refuses" in FLAWS:
             self.answer(422, json.dumps({"error": {"message": "no such field", "code": "bad"}}))
             return
+        assert "cache_salt" not in body  # a server may refuse fields that it does not know
         words = body["messages"][-1]["content"].split()[: body["max_tokens"]]
         texts = ["no" if "wrong" in FLAWS else f"{word} " for word in words]
         events = [{"choices": [{"delta": {"content": text}}]} for text in ["", *texts]]

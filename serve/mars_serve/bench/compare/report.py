@@ -124,12 +124,13 @@ def _columns() -> list[Column]:
 def _notes(comparison: ServerComparison) -> Iterable[str]:
     options = comparison.options
     work = options.prompts or f"{options.prompt_tokens} random tokens"
+    sizes = [run.figures.num_sent for run in comparison.runs]
     yield (
-        f"Medians of {options.rounds} rounds, lowest and highest in brackets; {comparison.dtype} "
-        f"on {cpu_name()}, {os.cpu_count()} cores; prompts of {work}, up to {options.max_tokens} "
-        f"output tokens, greedy, streamed; marsray {__version__}. Between: from one event of a "
-        "stream with text to the next, whatever the number of its tokens. As ar: answers that are "
-        "those of mode ar."
+        f"Medians of {options.rounds} rounds, lowest and highest in brackets, of {min(sizes)} "
+        f"to {max(sizes)} requests a run; {comparison.dtype} on {cpu_name()}, {os.cpu_count()} "
+        f"cores; prompts of {work}, up to {options.max_tokens} output tokens, greedy, streamed; "
+        f"marsray {__version__}. Between: from one event of a stream with text to the next, "
+        "whatever the number of its tokens. As ar: answers that are those of mode ar."
     )
     yield from comparison.left_out
     for run in comparison.runs:

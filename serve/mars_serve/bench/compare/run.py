@@ -115,7 +115,8 @@ def compare_servers(
             except CommandFailed as error:
                 comparison.left_out.append(f"{error}; {server.remedy}")
                 servers.remove(server)
-        on_round(comparison)
+        if runs:
+            on_round(comparison)
     if not runs:
         raise UserError(f"--contender: no server could be measured: {comparison.left_out[0]}")
     return comparison

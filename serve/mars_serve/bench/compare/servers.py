@@ -68,7 +68,7 @@ def servers_of(
         servers.append(Server(label, command, name, _VLLM, {label: {}}))
     if ComparedName.TRANSFORMERS in named:
         program = str(Path(sys.executable).with_name("transformers"))
-        command = [program, "serve", name, *places]
+        command = [program, "serve", name, *places, "--continuous-batching"]
         contenders = {"transformers": dict[str, Any]()}
         servers.append(
             Server("transformers", command, name, _TRANSFORMERS, contenders, takes_salt=False)
