@@ -31,7 +31,7 @@ from mars_serve.engine.ipc.client import EngineDied
 from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.replica import engine_template
-from mars_serve.replica.engine_process import start_engine
+from mars_serve.replica.engine_process import load_engine_ahead, start_engine
 from mars_serve.replica.engine_template import fork_engine, place_on, template_name
 from waiting import soon
 
@@ -60,7 +60,9 @@ def process_of(loop):
 
 @pytest.fixture(scope="module")
 def loop(mars_dir):
-    """Return the first engine; its template ends in the last test."""
+    """Return the first engine; its template is loaded ahead, and ends in the last test."""
+    os.environ.pop("PYTEST_CURRENT_TEST", None)
+    load_engine_ahead(settings_of(mars_dir), 1, place_on(NODE))
     loop = forked(mars_dir)
     yield loop
     loop.stop()
@@ -103,6 +105,8 @@ def test_engines_of_a_node_share_their_memory_and_what_was_measured(loop, mars_d
     before, second = process_of(loop), forked(mars_dir)
     after = process_of(second)
     assert before.parent() == after.parent() != psutil.Process()
+    files = Path(f"/proc/{before.ppid()}/fdinfo").iterdir()
+    assert any(f"Pid:\t{os.getpid()}\n" in file.read_text("utf-8") for file in files)  # its keeper
     assert second.step_times == loop.step_times  # to the last bit: nothing is timed again
     memory = after.memory_full_info()
     assert memory.uss < memory.rss / 4
@@ -128,6 +132,8 @@ def test_engines_have_a_template_only_if_nothing_differs(mars_dir, tmp_path, mon
     monkeypatch.setenv("OMP_SCHEDULE", "static")
     others.add(template_name(settings, 1, place_on(NODE)))
     assert len(others - {first}) == 5
+    monkeypatch.setenv(engine_template.PLACE_VARIABLE, "a server")
+    assert place_on(NODE) == "a server"
 
 
 @pytest.fixture

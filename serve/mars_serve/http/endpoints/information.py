@@ -47,6 +47,8 @@ class Readiness(Shape):
     """Whether every model can serve requests."""
 
     status: Literal["ready", "not_ready"]
+    message: str | None = None
+    """What is waited for; null if all is ready."""
     models: dict[str, list[ReplicaState]] | None = None
     """Replicas of each model, for administrators only."""
 
@@ -115,7 +117,8 @@ def information_router(models: Mapping[str, ServedModel]) -> APIRouter:
         if all(any(each.phase is not Phase.OVERDUE for each in reports) for reports in found):
             readiness = Readiness(status="ready")
         else:
-            readiness, response.status_code = Readiness(status="not_ready"), 503
+            readiness = Readiness(status="not_ready", message=_wait_of(found))
+            response.status_code = 503
         if is_admin:
             readiness.models = {
                 name: [_replica_state(each) for each in reports]
@@ -146,6 +149,15 @@ def information_router(models: Mapping[str, ServedModel]) -> APIRouter:
 
     _answer_head(router)
     return router
+
+
+def _wait_of(found: list[list[ReplicaReport]]) -> str:
+    if any(not reports for reports in found):
+        return (
+            "no replica of a model has started: it loads the model and measures the times of its "
+            "steps, which may take minutes; requests wait in the queue"
+        )
+    return "the replicas of a model do not answer; they are replaced if that lasts"
 
 
 def _answer_head(router: APIRouter) -> None:

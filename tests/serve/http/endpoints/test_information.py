@@ -70,6 +70,7 @@ async def test_not_ready_while_a_model_has_no_replica(models, mars):
         response = await client.get("/ready")
         assert (response.status_code, response.json()["status"]) == (503, "not_ready")
         assert response.json()["models"]["down"] == []
+        assert response.json()["message"].startswith("no replica of a model has started: ")
         assert (await client.get("/health")).status_code == 200
 
 
