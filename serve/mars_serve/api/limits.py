@@ -148,10 +148,13 @@ class KeyLimits:
         self._usage: dict[str, KeyUsage] = {}
 
     @contextmanager
-    def admit(self, caller: Caller, num_tokens: Callable[[], int]) -> Iterator[KeyUsage]:
+    def admit(
+        self, caller: Caller, num_tokens: Callable[[], int], *, is_new: bool = True
+    ) -> Iterator[KeyUsage]:
         """Admit a request, which counts as running within the block, and yield its key's usage.
 
-        ``num_tokens`` returns the request's prompt and output tokens so far.
+        ``num_tokens`` returns the request's prompt and output tokens so far. One that is not new
+        was counted as a request before.
 
         Raises:
             ApiError: status 429 with the seconds to wait: one of the key's limits is reached.
@@ -161,12 +164,13 @@ class KeyLimits:
         if limit is not None and len(usage.running) >= limit:
             reason = f"{len(usage.running)} requests are running already"
             raise usage.refusal(reason, usage.pace.wait_s(1))
-        waits_s = {account.wait_s(1): kind for kind, account in usage.accounts.items()}
+        accounts = {k: each for k, each in usage.accounts.items() if is_new or k != "requests"}
+        waits_s = {account.wait_s(1): kind for kind, account in accounts.items()}
         wait_s = max(waits_s, default=0)
         if wait_s:
             raise usage.refusal(f"too many {waits_s[wait_s]} in a minute", wait_s)
-        if "requests" in usage.accounts:
-            usage.accounts["requests"].take(1)
+        if "requests" in accounts:
+            accounts["requests"].take(1)
         request = _Running(num_tokens)
         usage.running.add(request)
         try:

@@ -196,11 +196,13 @@ class TextThreads:
             raise ApiError(503, f"body: {reason}", code="busy", retry_after_s=_RETRY_AFTER_S)
 
     async def begin(self, load: Load) -> None:
-        """Wait until a body that has arrived may be read, which lasts until `end`."""
-        if load.size > _SHORT:
-            line = self._large if load.is_large else self._line
-            load.begun_s = await line.take(load.caller)
-            load.line = line
+        """Wait until a body that has arrived, or grown, may be read, which lasts until `end`."""
+        line = self._large if load.is_large else self._line
+        if load.size <= _SHORT or load.line is line:
+            return
+        self.end_turn(load)
+        load.begun_s = await line.take(load.caller)
+        load.line = line
 
     def end(self, load: Load) -> None:
         """Give back what a body takes, once its texts are read or it is given up."""
@@ -209,6 +211,10 @@ class TextThreads:
         if not self._taken[name]:
             del self._taken[name]
         load.size = 0
+        self.end_turn(load)
+
+    def end_turn(self, load: Load) -> None:
+        """End a body's turn, which goes on to take its room."""
         if load.line is not None:
             load.line.end(load.caller, load.begun_s)
             load.line = None
@@ -233,3 +239,8 @@ class TextThreads:
     def _has_others(self, caller: Caller) -> bool:
         others = (at for name, at in reversed(self._active.items()) if name != caller.name)
         return time.monotonic() - next(others, float("-inf")) < _ACTIVE_S
+
+
+async def beside(load: Load, work: Callable[[], _Found]) -> _Found:
+    """Do some work on a body, beside the event loop if it is a large one, which has its turn."""
+    return await asyncio.to_thread(work) if load.is_large else work()

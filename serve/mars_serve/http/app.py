@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
 
 from fastapi import FastAPI
@@ -96,7 +96,10 @@ def create_app(
     generator = Generator(models, settings.limits, threads, places)
     app.include_router(generation_router(generator))
     app.include_router(messages_router(generator))
-    kept = StoredResponses(storage, OwnRequests(app)) if storage else None
+    kept = None
+    if storage is not None:
+        kept = StoredResponses(storage, OwnRequests(app), keys.named, threads, settings.limits)
+    app.state.responses = kept
     app.include_router(responses_router(generator, kept))
     app.include_router(tokens_router(models, settings.limits, threads))
     app.include_router(files_router(batches.files if batches else None, settings.limits))
@@ -108,8 +111,10 @@ def create_app(
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncGenerator[None]:
-    """Run batches while the application runs."""
-    async with app.state.batches.running() if app.state.batches else nullcontext():
+    """Run batches, and generate responses in the background, while the application runs."""
+    async with AsyncExitStack() as stack:
+        for each in filter(None, (app.state.batches, app.state.responses)):
+            await stack.enter_async_context(each.running())
         yield
 
 

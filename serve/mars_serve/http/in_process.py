@@ -29,12 +29,13 @@ class OwnRequests:
 
     app: ASGIApp
 
-    async def post(self, path: str, body: bytes, caller: Caller) -> httpx.Response:
+    async def post(self, path: str, body: bytes, caller: Caller, **state: Any) -> httpx.Response:
         """Send JSON and return the whole response; cancelling this cancels the request.
 
-        The response's extension ``model`` is the name of the model, None for one that is unknown.
+        The request's state has ``state``, too, which no client can set. The response's extension
+        ``model`` is the name of the model, None for one that is unknown.
         """
-        state: dict[str, Any] = {"caller": caller}
+        state["caller"] = caller
 
         async def named(scope: Scope, receive: Receive, send: Send) -> None:
             scope["state"] = state

@@ -1,8 +1,11 @@
-"""Errors in Anthropic's shape.
+"""Errors and rate limits in Anthropic's shape.
 
-Source: Anthropic API reference, "Errors".
+Source: Anthropic API reference, "Errors" and "Rate limits".
 """
 
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from math import ceil
 from typing import Any
 
 from mars_serve.api.errors import TOO_LONG, ApiError
@@ -37,3 +40,16 @@ def error_body(error: ApiError, request_id: str | None = None) -> dict[str, Any]
         detail["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     body = {"type": "error", "error": detail}
     return body if request_id is None else {**body, "request_id": request_id}
+
+
+def limit_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return Anthropic's rate limit headers that say what OpenAI's among some headers say."""
+    found = dict[str, str]()
+    for name, value in headers.items():
+        if name.startswith("x-ratelimit-"):
+            part, _, kind = name.removeprefix("x-ratelimit-").partition("-")
+            if part == "reset":
+                at = datetime.now(UTC) + timedelta(seconds=ceil(float(value.removesuffix("s"))))
+                value = at.isoformat(timespec="seconds").replace("+00:00", "Z")
+            found[f"anthropic-ratelimit-{kind}-{part}"] = value
+    return found

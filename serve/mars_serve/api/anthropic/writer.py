@@ -141,7 +141,8 @@ class _Blocks:
         elif isinstance(piece, Thought):
             self._thoughts.append(piece.text)
             yield from self._go_on({"type": "thinking", "thinking": "", "signature": ""})
-            yield self._delta("thinking_delta", "thinking", piece.text)
+            if piece.text:  # it is empty where the client wants the signature alone
+                yield self._delta("thinking_delta", "thinking", piece.text)
         elif piece:
             yield from self._go_on({"type": "text", "text": ""})
             yield self._delta("text_delta", "text", piece)

@@ -257,7 +257,7 @@ class Choice:
         reasoning = part.reasoning if self.includes_reasoning else ""
         return Delta(
             choice=self,
-            pieces=[Thought(reasoning), *pieces] if reasoning else pieces,
+            pieces=[Thought(reasoning), *pieces] if part.reasoning else pieces,
             tokens=output.tokens[: part.num_tokens],
             reported=reported,
             finish_reason=reason,

@@ -235,6 +235,8 @@ def stored_items(items: Sequence[Item], response: str) -> list[dict[str, Any]]:
             if isinstance(parts, str):
                 parts = [MessageText(type="text", text=parts)]
             entry["content"] = [_stored_part(each, kind) for each in parts]
+        elif isinstance(item, ThinkingItem) and item.content:  # all else of it is never read
+            entry |= {"summary": [], "encrypted_content": None}
         elif isinstance(item, ResultItem) and isinstance(item.output, list):
             entry["output"] = [_stored_part(each, "input_text") for each in item.output]
         found.append(entry)

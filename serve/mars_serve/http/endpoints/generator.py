@@ -65,6 +65,8 @@ class Dialect:
     """Largest number of output tokens; unlike that of a chat it is lowered to what fits."""
     keep: Callable[[], Awaitable[None]] | None = None
     """Called when all is generated, before the client learns that it is."""
+    is_whole: bool = False
+    """Whether the writer holds all of an answer that is streamed, too."""
 
 
 @dataclass(frozen=True)
@@ -130,13 +132,20 @@ class Generator:
         headers = self.unknown.report(dialect.source.unknown_fields, record)
         return JSONResponse({"input_tokens": len(tokens)}, headers=headers)
 
-    async def check(self, body: ChatCompletionRequest, request: Request, dialect: Dialect) -> None:
-        """Refuse by an `ApiError` a conversation that `chat` would refuse."""
+    async def check(
+        self, body: ChatCompletionRequest, request: Request, dialect: Dialect
+    ) -> dict[str, str]:
+        """Return the headers of the answer to a conversation, or the `ApiError` that `chat` would.
+
+        Raises:
+            ApiError: the request cannot be served.
+        """
         with renaming(dialect.names):
             call = self._begin(body, request, dialect)
             size = size_of(body, call.load.size)
             await self.threads.read(call.load, size, lambda: call.read_chat(body))
         call.record.prompt_tokens = None  # they are charged when they are read to be answered
+        return self.unknown.report(call.ignored_fields, call.record)
 
     def _begin(
         self, body: GenerationRequest, request: Request, dialect: Dialect, num_prompts: int = 1
@@ -208,7 +217,7 @@ class _Call:
         check_copies("messages", len(tokens) * num_choices, num_choices)
         room = max(self.model.max_length - len(tokens), 1)
         room = min(room, self.dialect.most_tokens or room)
-        if not body.stream and body.num_logprobs is not None:
+        if self.is_held and body.num_logprobs is not None:
             num_likely = max(body.num_logprobs, body.prompt_logprobs or 0)
             num_scored = 0 if body.prompt_logprobs is None else len(tokens)
             room = max(1, min(room, most_reported(num_choices, num_likely) - num_scored))
@@ -264,7 +273,7 @@ class _Call:
     def _check_reported(self, prompt: Prompt, options: DecodingOptions, num_prompts: int) -> None:
         """Refuse a response that would hold too many log-probabilities at once."""
         held = len(prompt.tokens) if options.num_prompt_logprobs is not None else 0
-        if not self.body.stream and options.num_logprobs is not None:
+        if self.is_held and options.num_logprobs is not None:
             held += options.max_tokens
         num_likely = max(options.num_logprobs or 0, options.num_prompt_logprobs or 0)
         num_outputs = num_prompts * (self.body.n or 1)
@@ -325,6 +334,11 @@ class _Call:
                 )
             return frozenset()
         return special_tokens(self.model.checkpoint.tokenizer) - kept if kept else None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the answer is in memory as a whole when it ends."""
+        return not self.body.stream or self.dialect.is_whole
 
     @property
     def _session(self) -> str | None:

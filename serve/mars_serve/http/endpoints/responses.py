@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import replace
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack
 from functools import partial
+from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic_core import from_json, to_json
+from starlette.types import Receive, Scope, Send
 
 from mars_serve.api.errors import ApiError, invalid_value, unsupported_value
 from mars_serve.api.keys import Caller
-from mars_serve.api.outgoing.answer import Answer
+from mars_serve.api.outgoing.answer import Answer, Writer
 from mars_serve.api.responses.body import NAMES, ResponsesRequest
-from mars_serve.api.responses.items import read_items, stored_items
 from mars_serve.api.responses.schema import DeletedResponse, ItemList, ResponseObject
-from mars_serve.api.responses.writer import ResponseWriter, echo_of
+from mars_serve.api.responses.writer import ResponseWriter
 from mars_serve.api.schema import Shape, errors_described, generation_described
+from mars_serve.api.text_threads import beside
 from mars_serve.http.endpoints.generator import Dialect, Generator
 from mars_serve.http.endpoints.json_route import JsonRoute
 from mars_serve.http.stored_responses import StoredResponse, StoredResponses
@@ -25,6 +28,7 @@ from mars_serve.storage.files import page_of
 from mars_serve.storage.objects import new_id
 
 _ONE = "/v1/responses/{response_id}"
+_JSON = "application/json"
 
 
 def responses_router(generator: Generator, kept: StoredResponses | None) -> APIRouter:
@@ -40,7 +44,7 @@ def responses_router(generator: Generator, kept: StoredResponses | None) -> APIR
         if kept is not None:
             return await _create(generator, kept, body, request)
         _refuse_storing(body)
-        dialect = Dialect(body, partial(ResponseWriter, body=body), NAMES)
+        dialect = _dialect(body, partial(ResponseWriter, body=body))
         return await generator.chat(body.to_chat(), request, dialect)
 
     @router.get(_ONE, response_model=None, responses=_described(ResponseObject))
@@ -49,22 +53,22 @@ def responses_router(generator: Generator, kept: StoredResponses | None) -> APIR
     ) -> Response:
         """Return a stored response."""
         _refuse_stream(stream=stream)
-        _, found = await _find(kept, request, response_id)
-        return JSONResponse(found.response)
+        return await _sent(kept, request, response_id, attrgetter("response"))
 
     @router.delete(_ONE, response_model=None, responses=_described(DeletedResponse))
     async def delete(response_id: str, request: Request) -> Response:
         """Delete a stored response; one that is being generated is cancelled."""
-        stored, _ = await _find(kept, request, response_id)
-        await stored.delete(request.state.caller, response_id)
+        stored, found = await _find(kept, request, response_id)
+        await stored.delete(request.state.caller, response_id, found)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     @router.post(f"{_ONE}/cancel", response_model=None, responses=_described(ResponseObject))
     async def cancel(response_id: str, request: Request) -> Response:
         """Cancel a response that is generated in the background."""
         stored, found = await _find(kept, request, response_id)
-        _check_background(found)
-        return JSONResponse((await stored.cancel(request.state.caller, found)).response)
+        _check_background(response_id, found)
+        found = await stored.cancel(request.state.caller, response_id, found)
+        return Response(found.response, media_type=_JSON)
 
     @router.get(f"{_ONE}/input_items", response_model=None, responses=_described(ItemList))
     async def input_items(
@@ -75,9 +79,9 @@ def responses_router(generator: Generator, kept: StoredResponses | None) -> APIR
         after: str | None = None,
     ) -> Response:
         """Return the items that a stored response answers, some at a time."""
-        _, found = await _find(kept, request, response_id)
-        items = [*found.history, *found.input]
-        return JSONResponse(_page(items if order == "asc" else items[::-1], limit, after))
+        return await _sent(
+            kept, request, response_id, lambda found: _page(found.items, order, limit, after)
+        )
 
     return router
 
@@ -87,44 +91,86 @@ async def _create(
 ) -> Response:
     """Answer a request of which stored items may be a part, and store the response."""
     caller: Caller = request.state.caller
-    history, items = await kept.items(caller, body)
-    chat = body.model_copy(update={"input": items}).to_chat(read_items(history))
-    if body.store is False or not await kept.check_room(caller, body):
-        dialect = Dialect(body, partial(ResponseWriter, body=body), NAMES)
-        return await generator.chat(chat, request, dialect)
-    if body.request_id is not None:
+    # one in the background comes here twice, the second time to be answered
+    answered_as: str | None = getattr(request.state, "background", None)
+    name, may_store = answered_as or new_id(), body.store is not False and answered_as is None
+    asked = await kept.conversation(request.state.load, body, name, may_store=may_store)
+    is_kept = may_store and await kept.check_room(caller, body, asked)
+    if body.request_id is not None and is_kept:
         reason = (
             "a stored response has an id of the server's own; leave it out, or set store: false"
         )
         raise invalid_value("request_id", reason)
-    name = chat.request_id = new_id()
-    stored = StoredResponse({"id": f"resp_{name}"}, history, stored_items(items, name))
+    is_stored = is_kept or answered_as is not None
+    if is_stored:
+        asked.chat.request_id = name
     writers = list[ResponseWriter]()
 
     def writer(answer: Answer) -> ResponseWriter:
-        writers.append(ResponseWriter(answer, body, is_stored=True))
+        writers.append(ResponseWriter(answer, body, is_stored=is_stored))
         return writers[0]
 
     async def keep() -> None:
-        await kept.keep(caller, replace(stored, response=writers[0].final or {}))
+        await kept.keep(caller, name, writers[0].final or {}, asked.items)
 
-    dialect = Dialect(body, writer, NAMES, keep=keep)
-    if not body.background:
-        return await generator.chat(chat, request, dialect)
-    await generator.check(chat, request, dialect)
-    stored.response = {**echo_of(body), **stored.response, "created_at": int(time.time())}
-    await kept.start(caller, body, stored)
-    return JSONResponse({**stored.response, "status": "queued"})
+    dialect = _dialect(body, writer, keep if is_kept else None)
+    if answered_as is not None or not body.background:
+        return await generator.chat(asked.chat, request, dialect)
+    headers = await generator.check(asked.chat, request, dialect)
+    queued = await kept.start(caller, body, name, await request.body(), asked.items)
+    return Response(queued, media_type=_JSON, headers=headers)
 
 
-def _page(items: list[dict[str, Any]], limit: int, after: str | None) -> dict[str, Any]:
+def _dialect(
+    body: ResponsesRequest,
+    writer: Callable[[Answer], Writer],
+    keep: Callable[[], Awaitable[None]] | None = None,
+) -> Dialect:
+    return Dialect(body, writer, NAMES, keep=keep, is_whole=True)
+
+
+def _page(content: bytes, order: str, limit: int, after: str | None) -> bytes:
     """Return some items behind one of an id, or from the first one on."""
-    by_id = {each["id"]: each for each in items}
+    items: list[dict[str, Any]] = from_json(content)
+    by_id = {each["id"]: each for each in (items if order == "asc" else items[::-1])}
     ids, has_more = page_of(list(by_id), after, limit)
     first, last = (ids[0], ids[-1]) if ids else (None, None)
     shown = [by_id[each] for each in ids]
     page = {"object": "list", "data": shown, "first_id": first, "last_id": last}
-    return {**page, "has_more": has_more}
+    return to_json({**page, "has_more": has_more})
+
+
+class _Counted(StreamingResponse):
+    """A stored content, which counts as a body of its size until the client has it."""
+
+    def __init__(self, content: bytes, load: ExitStack) -> None:
+        async def pieces() -> AsyncIterator[bytes]:
+            yield content  # and the server waits for the client before it sends the end
+
+        super().__init__(pieces(), media_type=_JSON, headers={"content-length": f"{len(content)}"})
+        self._load = load
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the content."""
+        with self._load:
+            await super().__call__(scope, receive, send)
+
+
+async def _sent(
+    kept: StoredResponses | None,
+    request: Request,
+    name: str,
+    part: Callable[[StoredResponse], bytes],
+) -> Response:
+    """Return a part of a stored response."""
+    stored, found = await _find(kept, request, name)
+    with ExitStack() as held:
+        load = held.enter_context(stored.threads.load(request.state.caller))
+        stored.threads.add(load, found.num_bytes)
+        await stored.threads.begin(load)
+        content = await beside(load, lambda: part(found))
+        stored.threads.end_turn(load)
+        return _Counted(content, held.pop_all())
 
 
 async def _find(
@@ -147,10 +193,10 @@ def _refuse_stream(*, stream: bool) -> None:
         raise unsupported_value("stream", reason)
 
 
-def _check_background(found: StoredResponse) -> None:
-    if not found.response["background"]:
+def _check_background(name: str, found: StoredResponse) -> None:
+    if not found.is_background:
         reason = "it is not generated in the background; close the connection instead"
-        raise ApiError(400, f"{found.response['id']}: {reason}", code="invalid_value")
+        raise ApiError(400, f"{name}: {reason}", code="invalid_value")
 
 
 def _refuse_storing(body: ResponsesRequest) -> None:

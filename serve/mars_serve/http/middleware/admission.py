@@ -39,7 +39,9 @@ class AdmissionMiddleware:
         def num_tokens() -> int:
             return (record.prompt_tokens or 0) + (record.completion_tokens or 0)
 
-        with self._limits.admit(caller, num_tokens) as usage:
+        # one in the background was counted when it was sent
+        is_new = "background" not in scope["state"]
+        with self._limits.admit(caller, num_tokens, is_new=is_new) as usage:
 
             async def telling(message: Message) -> None:
                 if message["type"] == "http.response.start":

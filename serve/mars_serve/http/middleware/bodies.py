@@ -5,9 +5,7 @@ This middleware runs after authentication, so that only key holders can make the
 
 import asyncio
 import json
-from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeVar
 
 from pydantic_core import PydanticSerializationError, from_json, to_json
 from starlette.datastructures import Headers
@@ -16,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mars_serve.api.bounds import STEP, json_size_of, most_depth
 from mars_serve.api.errors import ApiError, clipped, invalid_value
-from mars_serve.api.text_threads import Load, TextThreads
+from mars_serve.api.text_threads import Load, TextThreads, beside
 from mars_serve.http.middleware.authentication import path_within
 
 UPLOADS = "/v1/files"
@@ -28,8 +26,6 @@ stack that overflows may end the process."""
 _SURROGATES = (rb"\ud", rb"\uD", b"\xed")
 """Beginnings of halves of surrogate pairs, and of some other characters, in JSON."""
 _MAX_NAME = 64  # longest field name that a message quotes
-
-_Found = TypeVar("_Found")
 
 
 class BodyMiddleware:
@@ -74,8 +70,8 @@ class BodyMiddleware:
                 await self._threads.begin(load)
                 if load.is_large or most_depth(body) > _MAX_DEPTH:
                     await self._check_structure(body, load)
-                if await _beside(load, lambda: _may_have_surrogates(body)):
-                    await _beside(load, lambda: _check_surrogates(body))
+                if await beside(load, lambda: _may_have_surrogates(body)):
+                    await beside(load, lambda: _check_surrogates(body))
             scope["state"]["load"] = load
             await self._app(scope, _replayed(body, receive), send)
 
@@ -108,7 +104,7 @@ class BodyMiddleware:
     async def _check_structure(self, body: bytes, load: Load) -> None:
         """Refuse JSON that would take long to read, or to recurse into."""
         most = self._max_values if load.is_large else None
-        found = await _beside(load, lambda: json_size_of(body, most))
+        found = await beside(load, lambda: json_size_of(body, most))
         if found.depth > _MAX_DEPTH:
             reason = f"nested more than {_MAX_DEPTH} levels deep; send a flatter one"
             raise ApiError(422, f"body: {reason}", code="unparsable")
@@ -128,11 +124,6 @@ class BodyMiddleware:
             f"body: more than the {self._max_bytes} bytes that this server takes; send less",
             code="body_too_large",
         )
-
-
-async def _beside(load: Load, work: Callable[[], _Found]) -> _Found:
-    """Do some work on a body, beside the event loop if it is a large one, which has its turn."""
-    return await asyncio.to_thread(work) if load.is_large else work()
 
 
 def _check_type(headers: Headers) -> None:

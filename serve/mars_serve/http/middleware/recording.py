@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mars_serve.api.anthropic.errors import COUNT_PATH, is_messages
+from mars_serve.api.anthropic.errors import COUNT_PATH, is_messages, limit_headers
 from mars_serve.http.middleware.admission import GENERATING
 from mars_serve.http.middleware.authentication import ADMIN_PATHS, path_within
 from mars_serve.http.middleware.records import Exchange, RequestRecord, outcome_of
@@ -76,6 +76,7 @@ class RecordMiddleware:
                     headers_out["X-Request-Id"] = request_id
                 if is_messages(exchange.path):
                     headers_out["request-id"] = request_id
+                    headers_out.update(limit_headers(headers_out))
             await send(message)
             if message["type"] == "http.response.body" and not message.get("more_body"):
                 exchange.is_complete = True

@@ -220,11 +220,15 @@ async def test_reasons_for_the_end(replaying):
     assert (nothing["content"], nothing["stop_reason"]) == ([], "end_turn")
 
 
-async def test_thinking_that_is_omitted_is_nowhere(replaying):
+async def test_thinking_that_is_omitted_leaves_a_signature(replaying):
     client = replaying([encoded("<think>secret</think>7")])
     body = {**BODY, "thinking": {"type": "adaptive", "display": "omitted"}}
     message = await both(client, body)
-    assert kinds(message) == ["text"]
+    assert kinds(message) == ["thinking", "text"]
+    assert message["content"][0]["thinking"] == ""
+    assert message["content"][0]["signature"]
+    past = {"role": "assistant", "content": message["content"]}
+    await client.answer(MESSAGES, {**BODY, "messages": [USER, past, USER]})
     assert "secret" not in json.dumps(await streamed(client, body))
     assert message["usage"]["output_tokens_details"]["thinking_tokens"] > 0
 

@@ -245,48 +245,6 @@ async def test_a_response_in_the_background_is_found_once_it_has_ended(storing):
     assert message
 
 
-class Hanging(ReplayingBackend):
-    """A backend that never answers."""
-
-    async def complete(self, request: Any) -> Any:
-        await asyncio.Event().wait()
-
-
-@pytest.fixture
-def pair(trained: Checkpoint, client_over: Any, tmp_path: Path) -> tuple[Client, Client]:
-    """Return clients of two ingress replicas with the same storage, whose engines hang."""
-    first, second = (
-        client_over(Hanging([]), trained, storage={"path": str(tmp_path)}) for _ in range(2)
-    )
-    return first, second
-
-
-async def test_any_replica_cancels_a_response_in_the_background(pair):
-    first, second = pair
-    name = (await first.answer(PATH, {**BODY, "background": True}))["id"]
-    assert (await second.get(f"{PATH}/{name}")).json()["status"] in ("queued", "in_progress")
-    cancelled = (await second.post(f"{PATH}/{name}/cancel")).json()
-    assert cancelled["status"] == "cancelled"
-    assert (await first.get(f"{PATH}/{name}")).json() == cancelled
-    again = await first.post(f"{PATH}/{name}/cancel")
-    assert again.json() == cancelled
-
-
-async def test_a_response_whose_replica_is_gone_has_failed(pair, tmp_path):
-    first, second = pair
-    name = (await first.answer(PATH, {**BODY, "background": True}))["id"]
-    (beat,) = tmp_path.glob("*/response_beats/*")
-    for task in asyncio.all_tasks() - {asyncio.current_task()}:
-        task.cancel()  # as when the process is killed
-    await asyncio.sleep(0.05)
-    running = (await second.get(f"{PATH}/{name}")).json()["status"]
-    assert running in ("queued", "in_progress")
-    beat.write_text(str(float(beat.read_text()) - 60))
-    found = (await second.get(f"{PATH}/{name}")).json()
-    assert (found["status"], found["error"]["code"]) == ("failed", "server_error")
-    ResponseObject.model_validate(found)
-
-
 async def test_a_key_without_room_keeps_only_what_it_must(trained, loops, client_over, tmp_path):
     kept = {"path": str(tmp_path), "bytes_per_key": 2**20}
     client = client_over(SingleEngineBackend(loops["mars"]), trained, storage=kept)

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from datetime import UTC, datetime
 from typing import Any
 
 import httpx2
@@ -289,6 +290,12 @@ async def test_requests_per_minute_of_a_key_are_limited(client, golden):
     check_error(refused, 429, "rate_limit_exceeded", None)
     assert 28 <= int(refused.headers["retry-after"]) <= 46  # 30 s, and up to half as much again
     assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+    message = await client.post("/v1/messages", json={}, headers=bearer("rare"))
+    name = "anthropic-ratelimit-requests"
+    assert message.status_code == 429
+    assert [message.headers[f"{name}-{part}"] for part in ("limit", "remaining")] == ["2", "0"]
+    reset = datetime.fromisoformat(message.headers[f"{name}-reset"]) - datetime.now(UTC)
+    assert 50 <= reset.total_seconds() <= 61
     assert await text_of(client) == golden
     listed = await client.get("/v1/models", headers=bearer("rare"))
     assert listed.status_code == 200
