@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 
 from decoding.local_engine_client import LocalEngineClient
 from mars_platform.checkpoint.directory import Checkpoint
+from mars_serve.api import bounds
 from mars_serve.api.responses.schema import ItemList, ResponseObject
 from mars_serve.config.settings import StorageSettings
 from mars_serve.engine.decoding_options import FinishReason
@@ -243,6 +244,12 @@ async def test_a_response_in_the_background_is_found_once_it_has_ended(storing):
         PATH, {**BODY, "background": True, "max_output_tokens": 10**6}, 400, "max_output_tokens"
     )
     assert message
+
+
+async def test_a_stream_holds_no_more_logprobs_than_a_whole_answer(client, monkeypatch):
+    monkeypatch.setattr(bounds, "MAX_REPORTED", 40)
+    body = {**BODY, "top_logprobs": 1, "stream": True}
+    assert "log-probabilities" in await client.refusal(PATH, body, 400, "max_output_tokens")
 
 
 async def test_a_key_without_room_keeps_only_what_it_must(trained, loops, client_over, tmp_path):
