@@ -18,7 +18,7 @@ from mars_platform.checkpoint.directory import Checkpoint
 from mars_serve.api.keys import Caller
 from mars_serve.api.text_threads import LARGE
 from mars_serve.config.settings import KeySettings, StorageSettings
-from mars_serve.engine.ipc.client import QueueFull
+from mars_serve.engine.ipc.client import EngineDied
 from mars_serve.http import stored_responses
 from mars_serve.http.stored_responses import StoredResponse
 from mars_serve.storage.objects import ObjectStorage, new_id
@@ -166,11 +166,11 @@ async def test_a_key_that_is_gone_or_a_deadline_ends_it(make_app):
     found = await ended(client_of(app), name)
     assert found["status"] == "failed"
     assert "no longer one of this server's" in found["error"]["message"]
-    full = client_of(make_app(BrokenBackend(QueueFull(30.0))))
+    full = client_of(make_app(BrokenBackend(EngineDied("gone"))))
     found = await ended(full, await begun(full, deadline_ms=5000))
     assert (found["status"], found["error"]["message"]) == (
         "failed",
-        "the queue is full; try again shortly",
+        "the replica has failed; try again shortly",
     )
     name = await begun(full)
     await asyncio.sleep(0.1)
@@ -261,9 +261,9 @@ async def test_what_is_stored_of_a_conversation_is_bounded(make_app):
     (before,) = StoredResponse.of(first, b"[]").conversation
     assert before["content"][0]["logprobs"] == []
     plain["truncation"] = "auto"
-    many = [{"role": "user", "content": [{"type": "input_text", "text": ""}] * 1100}]
+    many = [{"role": "user", "content": [{"type": "input_text", "text": ""}] * 600}] * 2
     assert (await client.answer(PATH, {**plain, "input": many}))["store"]
-    many = [{"role": "assistant", "content": [{"type": "output_text", "text": ""}] * 1100}]
+    many = [{"role": "assistant", "content": [{"type": "output_text", "text": ""}] * 600}] * 2
     assert not (await client.answer(PATH, {**plain, "input": many}))["store"]
     error = await client.refusal(PATH, {**plain, "input": many, "store": True}, 400, "store")
     assert "65536 bytes" in error
