@@ -34,10 +34,16 @@ RUNNING = ("queued", "in_progress")
 
 
 class Hanging(ReplayingBackend):
-    """A backend that never answers."""
+    """A backend that does not answer before it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__([[50]])
+        self.is_asked, self.goes_on = asyncio.Event(), asyncio.Event()
 
     async def complete(self, request: Any) -> Any:
-        await asyncio.Event().wait()
+        self.is_asked.set()
+        await self.goes_on.wait()
+        return await super().complete(request)
 
 
 MakeApp = Callable[..., FastAPI]
@@ -89,7 +95,7 @@ async def test_it_counts_once_and_names_unknown_fields(make_app, tmp_path):
 
 
 async def test_one_key_has_some_at_a_time_and_no_more_bytes_than_are_free(make_app, monkeypatch):
-    app = make_app(Hanging([]), keys=KeySettings(entries=[key_entry("a"), key_entry("b")]))
+    app = make_app(Hanging(), keys=KeySettings(entries=[key_entry("a"), key_entry("b")]))
     async with app.router.lifespan_context(app):
         first, second = (client_of(app, headers=bearer(key)) for key in "ab")
         answers = await asyncio.gather(*(first.post(PATH, json=BODY) for _ in range(40)))
@@ -112,7 +118,7 @@ def _taken(app: FastAPI) -> int:
 
 
 async def test_a_server_that_ends_says_that_its_responses_failed(make_app, tmp_path):
-    app = make_app(Hanging([]))
+    app = make_app(Hanging())
     async with app.router.lifespan_context(app):
         name = await begun(client_of(app))
     found = (await client_of(make_app()).get(f"{PATH}/{name}")).json()
@@ -125,7 +131,7 @@ async def test_one_whose_process_was_killed_has_failed_or_was_cancelled(
     make_app, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(stored_responses, "_CANCEL_S", 0.05)
-    first = client_of(make_app(Hanging([])))
+    first = client_of(make_app(Hanging()))
     one, two = [f"{PATH}/{await begun(first)}" for _ in range(2)]
     ignored = shutil.ignore_patterns(".*")
     shutil.copytree(tmp_path / "kept", tmp_path / "left", ignore=ignored)  # as a kill leaves it
@@ -142,7 +148,7 @@ async def test_one_whose_process_was_killed_has_failed_or_was_cancelled(
 
 
 async def test_one_whose_process_lives_goes_on_for_others(make_app, tmp_path):
-    name = await begun(client_of(make_app(Hanging([]))))
+    name = await begun(client_of(make_app(Hanging())))
     other = make_app()
     other.state.responses.dead_s = 0
     (beat,) = tmp_path.rglob(f"response_beats/{name.removeprefix('resp_')}")
@@ -156,8 +162,9 @@ async def test_one_whose_process_lives_goes_on_for_others(make_app, tmp_path):
 
 
 async def test_a_key_that_is_gone_or_a_deadline_ends_it(make_app):
-    app = make_app(Hanging([]))
+    app = make_app(backend := Hanging())
     name = await begun(client_of(app))
+    await backend.is_asked.wait()
 
     async def nobody(_: str) -> Caller | None:
         return None
@@ -194,10 +201,11 @@ class Disturbed(ObjectStorage):
 
 
 @pytest.mark.parametrize("act", ["delete", "cancel"])
-@pytest.mark.parametrize("backend", [None, Hanging([])], ids=["answered", "hanging"])
+@pytest.mark.parametrize("is_hanging", [False, True])
 async def test_what_was_deleted_or_cancelled_stays_so_whenever_it_was(
-    make_app, tmp_path, act, backend
+    make_app, tmp_path, act, is_hanging
 ):
+    backend = Hanging() if is_hanging else None
     storage = Disturbed(StorageSettings(path=str(tmp_path / "kept")))
     other, app = client_of(make_app(backend)), make_app(backend)
     app.state.responses.storage = storage
@@ -230,19 +238,44 @@ async def test_what_was_deleted_or_cancelled_stays_so_whenever_it_was(
     assert kinds_in(tmp_path) == ({} if act == "delete" else {"responses": 11})
 
 
+@pytest.mark.parametrize("act", ["delete", "cancel"])
+async def test_one_that_ends_while_it_is_deleted_or_cancelled_leaves_no_mark(
+    make_app, tmp_path, act
+):
+    app, other = make_app(backend := Hanging()), make_app()
+    storage = Disturbed(StorageSettings(path=str(tmp_path / "kept")))
+    other.state.responses.storage = storage
+    client, tasks = client_of(other), app.state.responses._tasks
+
+    async def end() -> None:
+        backend.goes_on.set()
+        await asyncio.gather(*tasks)
+
+    for place in range(1, 7):
+        backend.goes_on.clear()
+        path = f"{PATH}/{await begun(client_of(app))}"
+        storage.act, storage.left = end, place
+        sent = client.delete(path) if act == "delete" else client.post(f"{path}/cancel")
+        assert (await sent).status_code == 200
+        storage.left = 10**6
+        await end()
+    assert kinds_in(tmp_path) == ({} if act == "delete" else {"responses": 6})
+
+
 async def test_a_full_storage_takes_no_answer_of_the_background(make_app, tmp_path, monkeypatch):
     kept = StorageSettings(path=str(tmp_path / "kept"), bytes_per_key=2 * 2**20)
-    app = make_app(storage=kept)
+    app = make_app(backend := Hanging(), storage=kept)
     monkeypatch.setattr(stored_responses, "_ROOM_BYTES", 100)
     client = client_of(app)
     storage = app.state.responses.storage
     queued = await begun(client)
     await storage.put("", "files", new_id(), bytes(3 * 2**20), "exceed")
+    backend.goes_on.set()
     assert (await ended(client, queued))["status"] == "completed"
 
 
 async def test_what_is_stored_of_a_conversation_is_bounded(make_app):
-    app = make_app(limits={"body_bytes": 2**16})
+    app = make_app(limits={"body_bytes": 50_000})
     client, kept = client_of(app), app.state.responses
     plain = {**BODY, "background": None}
     thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "x" * 9000}],
@@ -261,12 +294,12 @@ async def test_what_is_stored_of_a_conversation_is_bounded(make_app):
     (before,) = StoredResponse.of(first, b"[]").conversation
     assert before["content"][0]["logprobs"] == []
     plain["truncation"] = "auto"
-    many = [{"role": "user", "content": [{"type": "input_text", "text": ""}] * 600}] * 2
+    many = [{"role": "user", "content": [{"type": "input_text", "text": ""}] * 1000}]
     assert (await client.answer(PATH, {**plain, "input": many}))["store"]
-    many = [{"role": "assistant", "content": [{"type": "output_text", "text": ""}] * 600}] * 2
+    many = [{"role": "assistant", "content": [{"type": "output_text", "text": ""}] * 1000}]
     assert not (await client.answer(PATH, {**plain, "input": many}))["store"]
     error = await client.refusal(PATH, {**plain, "input": many, "store": True}, 400, "store")
-    assert "65536 bytes" in error
+    assert "50000 bytes" in error
     named = [{"type": "item_reference", "id": f"msg_{new_id()}_0"} for _ in range(17)]
     error = await client.refusal(PATH, {**plain, "input": named}, 400, "input")
     assert "items of 17 responses are named; name those of 16" in error
