@@ -10,7 +10,7 @@ import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 FLAWS = sys.argv[1].split(",")
-COUNTS = {"vllm:generation_tokens_total": 0, "vllm:spec_decode_num_accepted_tokens_total": 0}
+COUNTS = {"vllm:generation_tokens_total": 90, "vllm:spec_decode_num_accepted_tokens_total": 0}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -32,7 +32,8 @@ class Handler(BaseHTTPRequestHandler):
             assert body["stream_options"] == {"include_usage": True}
             events.append({"choices": [], "usage": {"completion_tokens": len(words)}})
         lines = [f"data: {json.dumps(event)}\n\n" for event in events]
-        self.answer(200, "".join([*lines, "data: [DONE]\n\n"]))
+        lines += ["data: [DONE]\n\n"] if "silent" in FLAWS else []
+        self.answer(200, "".join(lines))
         COUNTS["vllm:generation_tokens_total"] += len(words)
         COUNTS["vllm:spec_decode_num_accepted_tokens_total"] += len(words) // 2
 
