@@ -80,7 +80,10 @@ class CompareOptions(Settings):
     repeated."""
     vllm: str = "vllm"
     """Program of vLLM, such as ENV/bin/vllm."""
-    speculation: str = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}'
+    speculation: str = (
+        '{"method": "ngram", "num_speculative_tokens": 4, '
+        '"prompt_lookup_min": 2, "prompt_lookup_max": 4}'
+    )
     """Configuration of vllm-speculative, as for vLLM's --speculative-config."""
     others: Annotated[tuple[str, ...], typer.Option("--other")] = ()
     """NAME=COMMAND of another server with /health and chat completions that tell their usage;
