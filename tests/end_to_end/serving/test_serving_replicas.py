@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+from pathlib import Path
 
 import httpx
 import psutil
@@ -43,12 +44,19 @@ def descendants(process, name):
 
 def engines_of(command):
     """Return the processes of a server's engines: forks of a template, no descendants of Ray's."""
-    ours = {str(each.pid) for each in command.children(recursive=True)}
+    ours = {f"{each.pid}" for each in (command, *command.children(recursive=True))}
     name = "mars_serve.replica.engine_template"
     every = psutil.process_iter(["cmdline"])  # which passes over those that are ending
     found = [each for each in every if name in (each.info["cmdline"] or [])]
-    own = [each for each in found if each.environ()["RAY_RAYLET_PID"] in ours]
+    own = [each for each in found if keeper_of(each) in ours]
     return [each for each in own if each.parent() in own]
+
+
+def keeper_of(process):
+    """Return the number of the process that a template ends with, by the descriptor it was told."""
+    *_, descriptor = process.info["cmdline"]
+    text = Path(f"/proc/{process.pid}/fdinfo/{descriptor}").read_text("utf-8")
+    return text.rpartition("Pid:")[2].split()[0]
 
 
 async def states_of(http):
