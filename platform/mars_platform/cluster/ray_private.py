@@ -160,6 +160,7 @@ def _serve_variables(guard: str) -> dict[str, str]:
         # With .1 s, the default, an idle controller takes 4% of a core. All threads of an engine's
         # step wait for the one that it interrupts.
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
+        "RAY_preload_python_modules": "mars_platform.cluster.without_pandas",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     }
 

@@ -224,6 +224,14 @@ async def test_a_busy_machine_slows_the_server_no_more_than_other_programs(comma
     assert {each.nice() for each in found} == {command.nice()}
 
 
+async def test_processes_of_ray_serve_load_no_pandas(command):
+    found = [
+        each for name in ("ServeReplica", "ServeController") for each in descendants(command, name)
+    ]
+    assert len(found) >= 4
+    assert not any("/pandas/" in part.path for each in found for part in each.memory_maps())
+
+
 async def test_running_streams_end_before_the_server_does(http, command):
     """This test is the last one of the server, which it ends."""
     begun = asyncio.Event()
