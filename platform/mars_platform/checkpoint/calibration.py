@@ -26,8 +26,6 @@ from mars_platform.checkpoint.files import write_whole
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.config import Settings, build_settings, read_json
 from mars_platform.errors import UserError
-from mars_platform.method.mode import Confidence
-from mars_platform.method.translation import Translation
 
 CALIBRATION_FILE = "calibration.json"
 NUM_BINS = 15
@@ -76,15 +74,6 @@ class Calibration(Settings):
     """Number of conversations that were used, both halves together."""
     depths: tuple[DepthCalibration, ...]
     """Calibration of each depth from 0 to the block size; depth 0 always has temperature 1."""
-    translations: tuple[Translation, ...] = ()
-    """Thresholds of other confidences that mean the same as those of ``probability``; empty in
-    files from before they were measured."""
-
-    def translation(self, confidence: Confidence, *, calibrated: bool) -> Translation | None:
-        """Return how thresholds of a confidence are translated; None if that was not measured."""
-        wanted = (confidence, calibrated)
-        found = (one for one in self.translations if (one.confidence, one.calibrated) == wanted)
-        return next(found, None)
 
     @property
     def temperatures(self) -> tuple[float, ...]:
@@ -121,6 +110,7 @@ def read_calibration(path: Path, block_size: int) -> Calibration | None:
     if not file.is_file():
         return None
     content = read_json(file, _REMEDY)
+    content.pop("translations", None)  # an earlier version wrote them
     calibration = build_settings(content, Calibration, source=str(file), remedy=_REMEDY)
     if len(calibration.depths) != block_size + 1:
         raise UserError(

@@ -8,7 +8,6 @@ from functools import cached_property
 import numpy as np
 
 from mars_platform.method.mode import Confidence, Mode
-from mars_platform.method.translation import Translation
 from mars_platform.tier import Tier
 
 
@@ -204,9 +203,6 @@ class DecodingOptions:
     one where windows do not adapt."""
     min_threshold: float = 0.0
     """Lowest τ, in [0, 1], that following the live τ may lead to; a threshold of probability."""
-    translation: Translation | None = None
-    """What the live τ, a threshold of probability, means for the request's own confidence; None
-    takes it as it is."""
     num_prompt_logprobs: int | None = None
     """Number of likeliest tokens to report beside each prompt token but the first, with the
     log-probabilities of all; None reports no log-probabilities."""

@@ -44,7 +44,8 @@ class DecodingPlan:
         checks_drafts, threshold = options.mode is Mode.EXACT, 1.0
         if options.mode is Mode.THRESHOLD:
             own = options.threshold_in(span)
-            threshold = _live_threshold(options, live) if own is None else own
+            followed = max(live.threshold_of(options.tier), options.min_threshold)
+            threshold = followed if own is None else own
             checks_drafts = own is None and live.is_exact and threshold >= 1.0
         window = options.window if checks_drafts or threshold < 1.0 else 0
         return cls(
@@ -80,9 +81,3 @@ class DecodingPlan:
             self.num_masks(block_size, num_left, outcome) if outcome >= first else 0
             for outcome in range(num_drafts + 1)
         )
-
-
-def _live_threshold(options: DecodingOptions, live: LiveDecoding) -> float:
-    """Return the τ of a request that follows the live one, for its own measure of confidence."""
-    threshold = max(live.threshold_of(options.tier), options.min_threshold)
-    return threshold if options.translation is None else options.translation.of(threshold)

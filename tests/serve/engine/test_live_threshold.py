@@ -16,7 +16,6 @@ from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.errors import UserError
 from mars_platform.method import reference
 from mars_platform.method.mode import Confidence, LiveDecoding, Mode
-from mars_platform.method.translation import Translation
 from mars_platform.tier import Tier
 from mars_serve.engine.decoding_options import DecodingOptions, Span, Spans
 from mars_serve.engine.engine import Engine
@@ -86,25 +85,6 @@ def test_a_live_threshold_that_stays_is_a_pinned_one(
     )
     assert pinned == live
     assert {output.threshold for each in live.values() for output in each} == {threshold}
-
-
-def test_a_live_threshold_is_translated_to_the_requests_own_confidence(
-    model: PreTrainedModel, make_engine: Engines
-) -> None:
-    translation = Translation(Confidence.ENTROPY, False, (0.1, 0.3), (0.02, 0.05))
-    options = replace(LIVE, confidence=Confidence.ENTROPY)
-    translated, pinned = (
-        run(make_engine(model, SPECIAL), requests_with(each), [threshold])
-        for each, threshold in (
-            (replace(options, translation=translation), 0.3),
-            (replace(options, threshold=0.05), 1.0),
-        )
-    )
-    assert translated == pinned
-    plain = run(
-        make_engine(model, SPECIAL), requests_with(replace(options, translation=translation)), [1.0]
-    )
-    assert {output.threshold for each in plain.values() for output in each} == {1.0}
 
 
 TRACE = [0.05] * 4 + [1.0] * 3 + [0.1] * 3 + [0.02]

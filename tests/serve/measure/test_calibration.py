@@ -28,15 +28,12 @@ from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.checkpoint.metadata import MarsMetadata
 from mars_platform.errors import UserError
 from mars_platform.method import reference
-from mars_platform.method.mode import Confidence
-from mars_platform.method.rules import confidence
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.measure.calibration import collect as collection
 from mars_serve.measure.calibration import observe as observing
 from mars_serve.measure.calibration.collect import measure_calibration
 from mars_serve.measure.calibration.observe import (
-    OTHERS,
     Continuation,
     Cursor,
     Observations,
@@ -78,7 +75,7 @@ def observe_one_by_one(
     special: SpecialTokens = SPECIAL,
 ) -> Observations:
     """Observe with a pass for each cursor over the tokens before it and all of the masks."""
-    depths, curves, correct, others = [], [], [], []
+    depths, curves, correct = [], [], []
     banned, masks = torch.tensor(sorted(special.never_emitted)), [mask] * BLOCK_SIZE
     for cursor in cursors:
         before = [*text.prompt, *text.output[:cursor]]
@@ -88,18 +85,13 @@ def observe_one_by_one(
         depths.append(torch.arange(len(there)))
         curves.append(log_probability_curves(logits, proposed)[: len(there)])
         correct.append(proposed[: len(there)] == there)
-        measured = [confidence(logits, proposed, measure) for measure in OTHERS]
-        others.append(torch.stack(measured, -1)[: len(there)])
-    return Observations(*map(torch.cat, (depths, curves, correct, others)))
+    return Observations(*map(torch.cat, (depths, curves, correct)))
 
 
 def assert_same(ours: Observations, theirs: Observations) -> None:
     assert ours.depth.equal(theirs.depth)
     assert ours.correct.equal(theirs.correct)
     torch.testing.assert_close(ours.curves, theirs.curves, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(ours.others, theirs.others, rtol=1e-3, atol=1e-4)
-    assert ours.runs.num_cursors == int((theirs.depth == 0).sum())
-    assert len(ours.runs.correct) == int((theirs.depth > 0).sum())
 
 
 def well_guessed_text(model: PreTrainedModel, num_tokens: int) -> Continuation:
@@ -219,10 +211,6 @@ def test_the_measured_calibration_equals_a_slow_direct_computation(
         bins = measured.reliability[depth].before
         assert sum(part.num_tokens for part in bins) == found.num_checked
     assert measured.calibration.depths[0].accuracy == 1.0
-    for confidence_, calibrated in [("margin", False), ("entropy", False), ("probability", True)]:
-        found = measured.calibration.translation(Confidence(confidence_), calibrated=calibrated)
-        assert found is not None
-        assert found.of(1.0) == 1.0
     assert ("decode", 12, 12, "1.00 tokens a pass") in seen
     assert seen[-1] == ("calibrate", measured.num_cursors, measured.num_cursors)
 
@@ -231,8 +219,7 @@ def test_a_depth_that_no_output_reaches_keeps_temperature_one(model_dir: Path) -
     def part(depths: list[int]) -> Observations:
         num = len(depths)
         curves = log_probability_curves(torch.eye(num, 9), torch.arange(num))
-        others = torch.full((num, len(OTHERS)), 0.5)
-        return Observations(torch.tensor(depths), curves, torch.arange(num) % 2 == 0, others)
+        return Observations(torch.tensor(depths), curves, torch.arange(num) % 2 == 0)
 
     checkpoint = read_checkpoint(model_dir)
     measured = collection.fit(checkpoint, part([0, 0, 1, 1]), part([0, 1, 2]), num_items=2)

@@ -6,7 +6,6 @@ import secrets
 from dataclasses import dataclass, replace
 
 from mars_platform.method.mode import Confidence, Mode
-from mars_platform.method.translation import Translation
 from mars_platform.tier import Tier
 from mars_serve.api.errors import ApiError, check_token_ids, invalid_value, unsupported_value
 from mars_serve.api.incoming.prompts import BadWords
@@ -89,7 +88,6 @@ def decoding_options(
         mode=mode,
         threshold=floors.threshold(body),
         min_threshold=floors.live if floors.follows_live(body) else 0.0,
-        translation=floors.translation,
         confidence=body.confidence or Confidence.PROBABILITY,
         window=_window(body, model, mode),
         tier=Tier(tier),
@@ -195,16 +193,13 @@ def _window(body: GenerationRequest, model: ServedModel, mode: Mode) -> int | No
 
 @dataclass(frozen=True)
 class _Floors:
-    """The lowest thresholds of a request. Floors are thresholds of probability."""
+    """The lowest thresholds of a request, which are thresholds of probability."""
 
     mode: Mode
     own: float
     """Lowest τ that the request and its key allow; 0 for none."""
     live: float
     """Lowest τ for a request that follows the live τ."""
-    translation: Translation | None
-    """Translation to the request's own confidence; None for probability, or if there is no floor
-    to compare with."""
 
     @classmethod
     def of(
@@ -215,25 +210,20 @@ class _Floors:
         mode: Mode,
         tier: ServiceTier,
     ) -> _Floors:
-        """Find a request's floors, and how they translate to its confidence.
+        """Find a request's floors.
 
         Raises:
-            ApiError: status 400: a floor holds, and the translation was not measured.
+            ApiError: status 400: a threshold of probability holds, and it asks for another measure.
         """
         if mode is not Mode.THRESHOLD:
-            return cls(mode, 0.0, 0.0, None)
+            return cls(mode, 0.0, 0.0)
         is_flex, tiers = tier is ServiceTier.FLEX, model.settings.tiers
         of_tier = tiers.flex_min_threshold if is_flex else tiers.default_min_threshold
         own = max(body.min_confidence_threshold or 0.0, caller.min_threshold)
-        floors = cls(mode, own, max(own, of_tier), None)
-        measure, is_calibrated = body.confidence or Confidence.PROBABILITY, bool(body.calibrated)
-        known = model.checkpoint.calibration
-        if measure is Confidence.PROBABILITY and not is_calibrated:
-            return floors
-        found = known.translation(measure, calibrated=is_calibrated) if known else None
-        if found is None and (own or floors.follows_live(body)):
-            raise _not_translated(measure, is_calibrated=is_calibrated)
-        return replace(floors, translation=found)
+        floors = cls(mode, own, max(own, of_tier))
+        if own or floors.follows_live(body):
+            _check_compared(body)
+        return floors
 
     def follows_live(self, body: GenerationRequest) -> bool:
         """Return whether some of the output follows the live τ."""
@@ -247,32 +237,27 @@ class _Floors:
             return 1.0
         if asked is None or isinstance(asked, dict):
             return None
-        return max(asked, self._own_floor)
+        return max(asked, self.own)
 
     def raised(self, spans: Spans | None) -> Spans | None:
         """Return the spans if some have a τ of their own, which is never below the floor."""
         if spans is None or not spans.thresholds or self.mode is not Mode.THRESHOLD:
             return None
-        raised = {span: max(value, self._own_floor) for span, value in spans.thresholds.items()}
+        raised = {span: max(value, self.own) for span, value in spans.thresholds.items()}
         return replace(spans, thresholds=raised)
 
-    @property
-    def _own_floor(self) -> float:
-        """The request's own floor, as a threshold of its own confidence."""
-        if self.translation is None or not self.own:
-            return self.own
-        return self.translation.of(self.own)
 
-
-def _not_translated(measure: Confidence, *, is_calibrated: bool) -> ApiError:
-    field = "calibrated" if measure is Confidence.PROBABILITY else "confidence"
-    kind = f"{'calibrated ' if is_calibrated else ''}{measure.value}"
-    return unsupported_value(
-        field,
-        "a floor holds for this request (its min_confidence_threshold, its key's or its tier's), "
-        f"which is a threshold of probability, and what it means for {kind} was not measured for "
-        f"this model; leave {field} out, or have the model's operator run marsray calibrate",
-    )
+def _check_compared(body: GenerationRequest) -> None:
+    """Refuse a measure of confidence that floors and the live τ say nothing of."""
+    other = (body.confidence or Confidence.PROBABILITY) is not Confidence.PROBABILITY
+    if other or body.calibrated:
+        field = "confidence" if other else "calibrated"
+        raise unsupported_value(
+            field,
+            "the live τ or a floor (its min_confidence_threshold or its key's) holds for this "
+            f"request, and these are thresholds of uncorrected probability; leave {field} out, or "
+            "give one confidence_threshold for all of the output, and no floor",
+        )
 
 
 def _lowest_threshold(body: GenerationRequest) -> float:

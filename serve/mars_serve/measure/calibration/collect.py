@@ -18,12 +18,8 @@ from mars_platform.checkpoint.calibration import (
     reliability,
 )
 from mars_platform.checkpoint.directory import Checkpoint
-from mars_platform.checkpoint.translations import fit_translation
 from mars_platform.errors import UserError
-from mars_platform.method.mode import Confidence
-from mars_platform.method.translation import Translation
 from mars_serve.measure.calibration.observe import (
-    OTHERS,
     Continuation,
     Observations,
     choose_cursors,
@@ -148,29 +144,11 @@ def fit(
             for temperature in (1.0, depths[-1].temperature)
         )
         diagrams.append(Reliability(before, after))
-    both = Observations.joined([fitting, checking])
     calibration = Calibration(
         weights=checkpoint.fingerprint,
         num_items=num_items,
         depths=tuple(depths),
-        translations=_translations(both, [depth.temperature for depth in depths]),
     )
     return MeasuredCalibration(
         calibration, diagrams, num_cursors=depths[0].num_fitted + depths[0].num_checked
-    )
-
-
-def _translations(observed: Observations, temperatures: Sequence[float]) -> tuple[Translation, ...]:
-    """Translate thresholds of each other measure, and of the corrected probability."""
-    runs, proposed = observed.runs, observed.depth > 0
-    curves, depths = observed.curves[proposed], observed.depth[proposed]
-    raw = log_probabilities_at(curves, 1.0).exp()
-    corrected = raw.clone()
-    for depth, temperature in enumerate(temperatures):
-        here = depths == depth
-        corrected[here] = log_probabilities_at(curves[here], temperature).exp()
-    others = zip(OTHERS, observed.others[proposed].T, strict=True)
-    return (
-        *(fit_translation(runs, raw, each, measure, calibrated=False) for measure, each in others),
-        fit_translation(runs, raw, corrected, Confidence.PROBABILITY, calibrated=True),
     )

@@ -17,18 +17,13 @@ import torch
 from torch import Tensor
 
 from mars_platform.checkpoint.calibration import Observed, log_probability_curves
-from mars_platform.checkpoint.translations import ProposedRuns
 from mars_platform.errors import UserError
-from mars_platform.method.mode import Confidence
-from mars_platform.method.rules import confidence
 from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import Request
 from mars_serve.engine.scheduled_row import ScheduledRow
 from mars_serve.measure.evaluation.decoding import steps_of
 
-OTHERS = (Confidence.MARGIN, Confidence.ENTROPY)
-"""Measures of confidence other than probability."""
 _MAX_LOGITS = 2**22  # computed at once, because every temperature takes a copy of them
 _SEED = 0  # for the choice of cursors
 
@@ -66,16 +61,6 @@ class Observations:
     """float32 [tokens, temperatures], see `log_probability_curves`."""
     correct: Tensor
     """bool [tokens], whether each token is right."""
-    others: Tensor
-    """float32 [tokens, `OTHERS`], further measures of each token's confidence at temperature 1."""
-
-    @property
-    def runs(self) -> ProposedRuns:
-        """What masks proposed, cursor by cursor."""
-        cursor = (self.depth == 0).cumsum(0) - 1
-        proposed = self.depth > 0
-        num_cursors = int(cursor[-1]) + 1 if len(cursor) else 0
-        return ProposedRuns(num_cursors, cursor[proposed], self.correct[proposed])
 
     def at(self, depth: int) -> Observed:
         """Return the observations of one depth."""
@@ -89,7 +74,6 @@ class Observations:
             depth=torch.cat([part.depth for part in parts]),
             curves=torch.cat([part.curves for part in parts]),
             correct=torch.cat([part.correct for part in parts]),
-            others=torch.cat([part.others for part in parts]),
         )
 
 
@@ -144,11 +128,11 @@ def observe(
 
     def take(logits: Tensor, rows: Sequence[ScheduledRow]) -> None:
         names, counts = [int(row.request.id) for row in rows], [row.num_reads for row in rows]
-        curves, others, proposed = _propose(logits, banned)
+        curves, proposed = _propose(logits, banned)
         right = [cursors[name].next(count) for name, count in zip(names, counts, strict=True)]
         correct = proposed == torch.tensor(list(chain.from_iterable(right)))
         depth = torch.cat(list(map(torch.arange, counts)))
-        columns = (torch.split(each, counts) for each in (depth, curves, correct, others))
+        columns = (torch.split(each, counts) for each in (depth, curves, correct))
         found.update(zip(names, map(Observations, *columns), strict=True))
 
     def requests() -> Iterator[Request]:
@@ -173,16 +157,14 @@ def observe(
     return [found[name] for name in range(len(cursors))]
 
 
-def _propose(logits: Tensor, banned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return curves [reads, temperatures], other confidences [reads, `OTHERS`] and tokens [reads].
+def _propose(logits: Tensor, banned: Tensor) -> tuple[Tensor, Tensor]:
+    """Return curves [reads, temperatures] and tokens [reads].
 
     ``logits`` are [reads, vocabulary]; ``banned``, int64 [banned], are never proposed.
     """
-    curves, others, proposed = [], [], []
+    curves, proposed = [], []
     for part in torch.split(logits, max(_MAX_LOGITS // logits.shape[1], 1)):
         tokens = part.index_fill(-1, banned, -torch.inf).argmax(-1)
         curves.append(log_probability_curves(part, tokens).cpu())
-        measured = [confidence(part, tokens, measure) for measure in OTHERS]
-        others.append(torch.stack(measured, -1).cpu())
         proposed.append(tokens.cpu())
-    return torch.cat(curves), torch.cat(others), torch.cat(proposed)
+    return torch.cat(curves), torch.cat(proposed)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,8 @@ from pydantic import ValidationError
 
 from decoding.adapters import write_adapter
 from mars_platform.checkpoint.adapted import read_model
-from mars_platform.checkpoint.calibration import Calibration, DepthCalibration
 from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
 from mars_platform.method.mode import Confidence, Mode
-from mars_platform.method.translation import Translation
 from mars_platform.tier import Tier
 from mars_serve.api.errors import ApiError
 from mars_serve.api.incoming.options import (
@@ -305,51 +302,6 @@ def test_confidence_and_calibration_reach_the_engine(mars):
 
 # Floors are thresholds of probability
 
-ENTROPY = Translation(Confidence.ENTROPY, False, (0.5, 0.9), (0.3, 0.6))
-CORRECTED = Translation(Confidence.PROBABILITY, True, (0.5, 0.9), (0.7, 0.95))
-
-
-@pytest.fixture(scope="session")
-def translated(mars: Checkpoint) -> Checkpoint:
-    depths = (DepthCalibration(temperature=1, num_fitted=0, num_checked=0),)
-    translations = (ENTROPY, CORRECTED)
-    found = Calibration(weights="w", num_items=2, depths=depths, translations=translations)
-    return replace(mars, calibration=found)
-
-
-@pytest.mark.parametrize(
-    ("asked", "floor", "expected"),
-    [(0.9, 0.5, 0.9), (0.4, 0.5, 0.4), (0.2, 0.5, 0.3), (0.2, 0.1, 0.3), (0.5, 0.9, 0.6)],
-)
-def test_a_floor_means_the_same_loss_by_another_confidence(translated, asked, floor, expected):
-    body = body_of(confidence="entropy", confidence_threshold=asked)
-    options = options_of(translated, body, caller=Caller("k", min_threshold=floor))
-    assert options.threshold == pytest.approx(expected)
-    body = body_of(confidence="entropy", confidence_threshold=asked, min_confidence_threshold=floor)
-    assert options_of(translated, body).threshold == pytest.approx(expected)
-
-
-def test_the_corrected_confidence_has_a_higher_floor_where_it_is_higher(translated):
-    body = body_of(calibrated=True, confidence_threshold=0.9, min_confidence_threshold=0.9)
-    assert options_of(translated, body).threshold == pytest.approx(0.95)
-
-
-def test_thresholds_of_spans_are_raised_to_the_translated_floor(translated):
-    asked = {"thinking": 0.2, "answer": 0.8}
-    body = chat_of(confidence="entropy", confidence_threshold=asked, min_confidence_threshold=0.5)
-    spans = Spans(Span.THINKING, {}, {Span.THINKING: 0.2, Span.ANSWER: 0.8})
-    found = options_of(translated, body, spans=spans).spans
-    assert found.thresholds == {Span.THINKING: pytest.approx(0.3), Span.ANSWER: 0.8}
-
-
-def test_the_live_threshold_is_translated_when_it_is_followed(translated):
-    options = options_of(translated, body_of(confidence="entropy"))
-    assert (options.threshold, options.min_threshold) == (None, 0.9)
-    assert options.translation == ENTROPY
-    assert options_of(translated, body_of()).translation is None
-    pinned = options_of(translated, body_of(confidence="entropy", confidence_threshold=0.2))
-    assert pinned.threshold == 0.2
-
 
 @pytest.mark.parametrize(
     ("fields", "param"),
@@ -357,22 +309,30 @@ def test_the_live_threshold_is_translated_when_it_is_followed(translated):
         ({"confidence": "margin"}, "confidence"),
         ({"confidence": "margin", "calibrated": True}, "confidence"),
         ({"calibrated": True}, "calibrated"),
+        ({"calibrated": True, "confidence_threshold": {"thinking": 0.2}}, "calibrated"),
         (
             {"confidence": "margin", "confidence_threshold": 0.5, "min_confidence_threshold": 0.1},
             "confidence",
         ),
     ],
 )
-def test_a_confidence_that_was_not_translated_is_refused_under_a_floor(mars, fields, param):
-    pattern = rf"^{param}: a floor holds .* not measured for this model; leave {param} out"
+def test_a_confidence_that_floors_say_nothing_of_is_refused_under_one(mars, fields, param):
+    pattern = rf"^{param}: the live τ or a floor .* holds .*; leave {param} out, or give one conf"
     with pytest.raises(ApiError, match=pattern) as caught:
-        options_of(mars, body_of(**fields))
+        options_of(mars, chat_of(**fields))
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
+def test_a_keys_floor_holds_whatever_the_confidence(mars):
+    caller = Caller("k", min_threshold=0.5)
+    with pytest.raises(ApiError, match=r"^calibrated: "):
+        options_of(mars, body_of(calibrated=True, confidence_threshold=0.9), caller=caller)
+    assert options_of(mars, body_of(confidence_threshold=0.4), caller=caller).threshold == 0.5
+
+
 @pytest.mark.parametrize("mode", ["ar", "exact"])
-def test_a_confidence_needs_no_translation_where_no_threshold_is_compared(mars, mode):
-    assert options_of(mars, body_of(confidence="margin", mode=mode)).translation is None
+def test_any_confidence_is_taken_where_no_threshold_is_compared(mars, mode):
+    assert options_of(mars, body_of(confidence="margin", mode=mode)).threshold == 1.0
 
 
 def test_stop_fields_become_stop_rules(mars):
