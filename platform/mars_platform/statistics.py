@@ -73,14 +73,7 @@ def paired_difference(ours: Sequence[bool], theirs: Sequence[bool]) -> Estimate:
     """
     gained = sum(a and not b for a, b in zip(ours, theirs, strict=True))
     lost = sum(b and not a for a, b in zip(ours, theirs, strict=True))
-    return difference_of_pairs(gained, lost, len(ours))
-
-
-def difference_of_pairs(gained: int, lost: int, num: int) -> Estimate:
-    """Return what `paired_difference` does, from the numbers of items that differ.
-
-    ``gained`` items succeed on our side alone, ``lost`` on theirs alone, of ``num``, at least 1.
-    """
+    num = len(ours)
     up, down = (gained + 1) / (num + 2), (lost + 1) / (num + 2)
     half = _Z95 * math.sqrt((up + down - (up - down) ** 2) / (num + 2))
     return Estimate((gained - lost) / num, max(up - down - half, -1.0), min(up - down + half, 1.0))

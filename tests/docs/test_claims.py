@@ -13,7 +13,7 @@ from mars_serve.api import bounds, protocol, text_threads
 from mars_serve.config.settings import AuditSettings, LimitSettings, ProxySettings, TierSettings
 from mars_serve.deploy import engine_clients, queue
 from mars_serve.engine.adaptive import audit_room, position_budget
-from mars_serve.engine.ipc import auditor, client, connections, listener
+from mars_serve.engine.ipc import client, connections, listener
 from mars_serve.engine.sampling import grammar_trial
 from mars_serve.engine.sampling.grammar_budget import GrammarBudget
 from mars_serve.engine.settings import EngineSettings
@@ -49,7 +49,6 @@ NUMBERS = {
         f"{audit_room._MAX_POSITIONS} positions where nothing else runs",
         f"lengthens a step by {audit_room._MAX_SLOWDOWN - 1:.0%}",
         f"once {drift._FEW} outputs of others",
-        f"{auditor._CHECK_S:.0f} s for each verdict, {auditor._MAX_CHECKS} at once",
         f"bodies over {text_threads._SHORT // KIB} KiB two at a time",
         f"over {text_threads.LARGE // KIB} KiB one at a time",
         f"room for {app._LARGE_BODIES} of the largest size",

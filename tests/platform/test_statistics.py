@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mars_platform.statistics import (
-    difference_of_pairs,
     difference_of_ratios,
     paired_difference,
     proportion,
@@ -52,14 +51,6 @@ def test_a_difference_lies_in_its_interval_within_plus_minus_one(outcomes):
     assert -1.0 <= low < high <= 1.0
     assert low <= estimate <= high
     assert estimate == pytest.approx((sum(ours) - sum(theirs)) / len(outcomes))
-
-
-@given(OUTCOMES)
-def test_a_difference_follows_from_the_numbers_of_items_that_differ(outcomes):
-    ours, theirs = zip(*outcomes, strict=True)
-    gained, lost = outcomes.count((True, False)), outcomes.count((False, True))
-    found = difference_of_pairs(gained, lost, len(outcomes))
-    assert found == paired_difference(ours, theirs)
 
 
 # --- proportions ----------------------------------------------------------------------------------

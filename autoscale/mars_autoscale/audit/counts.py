@@ -45,14 +45,6 @@ class AuditCounts:
     """Tokens of these outputs that were compared, the ones that differ included."""
     num_diverged: int = 0
     """Outputs whose first token that differs was served with this τ."""
-    num_checked: int = 0
-    """Outputs that a checker judged; they count at their lowest τ."""
-    num_right: int = 0
-    """Checked outputs that are right in mode exact."""
-    num_lost: int = 0
-    """Checked outputs that are right in mode exact alone."""
-    num_gained: int = 0
-    """Checked outputs that are right as they were served alone."""
 
     def __add__(self, other: AuditCounts) -> AuditCounts:
         return AuditCounts(*map(sum, zip(astuple(self), astuple(other), strict=True)))
@@ -64,12 +56,7 @@ class AuditCounts:
     @property
     def is_valid(self) -> bool:
         """Whether the numbers fit together, as they do unless a sender counts wrongly."""
-        return (
-            min(astuple(self)) >= 0
-            and self.num_diverged <= self.num_tokens
-            and self.num_lost <= self.num_right <= self.num_checked
-            and self.num_lost + self.num_gained <= self.num_checked
-        )
+        return min(astuple(self)) >= 0 and self.num_diverged <= self.num_tokens
 
 
 AuditTally = Mapping[AuditKey, AuditCounts]
@@ -86,10 +73,6 @@ class AuditOutcome:
     """Tokens that were compared, by the τ below 1 that they were served with."""
     diverged_at: float | None = None
     """τ of the token that differs; None if none does, or if it was served with a τ of 1."""
-    was_right: bool | None = None
-    """Whether a checker finds the output right as it was served; None if it was not checked."""
-    is_right: bool | None = None
-    """Whether it finds the output of mode exact right; None if it was not checked."""
     group: int = 0
     """Group of its tenant."""
 
@@ -100,14 +83,6 @@ class AuditOutcome:
             has_diverged = int(threshold == self.diverged_at)
             key = AuditKey(self.tier, rounded_down(threshold), self.is_plain, self.group)
             found[key] = found.get(key, AuditCounts()) + AuditCounts(1, num_tokens, has_diverged)
-        if found and self.was_right is not None and self.is_right is not None:
-            lowest = min(found, key=lambda key: key.threshold)
-            found[lowest] += AuditCounts(
-                num_checked=1,
-                num_right=int(self.is_right),
-                num_lost=int(self.is_right and not self.was_right),
-                num_gained=int(self.was_right and not self.is_right),
-            )
         return found
 
 

@@ -1,17 +1,16 @@
 """Tells from audits whether a frontier still holds for what is served.
 
-A frontier goes wrong when the weights or the prompts change. Two figures of it can be checked on
-served outputs: how many of their tokens are the first to differ from mode exact, and, where a
-checker judges outputs, how many answers are lost. Both are watched by Shiryaev-Roberts detectors
+A frontier goes wrong when the weights or the prompts change. One figure of it can be checked on
+served outputs: how many of their tokens are the first to differ from mode exact. It is watched by
+Shiryaev-Roberts detectors
 
     R = (1 + R before) * e,    alarm when R >= A
 
-where e is the likelihood ratio or the payoff of a bet that gains nothing on average while the
-frontier holds, whatever it is within its interval. Then R minus the number of audits gains nothing
-on average either, and the mean number of audits until a false alarm is at least A, however long one
-watches (Shin, Ramdas and Rinaldo, "E-detectors", arXiv 2203.03532, theorem 2.4). Losses of twice
-what the frontier says and more are found within hundreds of audits, those that exceed it by a third
-within thousands.
+where e is a likelihood ratio that gains nothing on average while the frontier holds, whatever it is
+within its interval. Then R minus the number of audits gains nothing on average either, and the mean
+number of audits until a false alarm is at least A, however long one watches (Shin, Ramdas and
+Rinaldo, "E-detectors", arXiv 2203.03532, theorem 2.4). Losses of twice what the frontier says and
+more are found within hundreds of audits, those that exceed it by a third within thousands.
 
 Nobody may raise the alarm with prompts of their own choice. So it takes the evidence of all audits,
 and as much without those of any one tenant. Each is a detector as above, and of several that have
@@ -32,8 +31,6 @@ _AUDITS_TO_FALSE_ALARM = 1e7
 """Mean number of audits until a false alarm, at least: one a second makes that 2,800 hours."""
 _FACTORS = (2.0, 4.0)
 """Multiples of the expected rate of divergence that the detector looks for."""
-_STAKES = (0.4, 0.8)
-"""Shares that are bet on the loss of more answers than expected."""
 _PRIOR_DIVERGED = 10.0
 """Expected divergences as which the frontier's own word counts against that of the audits."""
 _HALF_LIFE_DIVERGED = 50.0
@@ -50,8 +47,6 @@ class Evidence:
 
     log_divergence: tuple[float, ...] = (_NONE,) * len(_FACTORS)
     """Natural logarithm of the detector of each factor."""
-    log_loss: tuple[float, ...] = (_NONE,) * len(_STAKES)
-    """Natural logarithm of the detector of each stake."""
     recent_diverged: float = 0.0
     """Divergences, the latest with the highest weight."""
     recent_expected: float = 0.0
@@ -64,23 +59,19 @@ class Evidence:
         """Return this and that of further audits."""
         events = counts.num_tokens * expectation.divergence
         divergence = _moved(self.log_divergence, _log_ratios(counts.num_diverged, events))
-        loss = self.log_loss
-        if expectation.loss is not None and counts.num_checked:
-            loss = _moved(loss, _log_payoffs(counts, expectation.loss / 100))
         weight = 0.5 ** (events / _HALF_LIFE_DIVERGED)
         return Evidence(
             divergence,
-            loss,
             self.recent_diverged * weight + counts.num_diverged,
             self.recent_expected * weight + events,
             self.num_outputs + counts.num_outputs,
-            self.has_alarmed or max(_log_mean(divergence), _log_mean(loss)) >= _ALARM,
+            self.has_alarmed or _log_mean(divergence) >= _ALARM,
         )
 
     @property
     def log(self) -> float:
-        """Natural logarithm of the higher detector, at least 0."""
-        return max(_log_mean(self.log_divergence), _log_mean(self.log_loss), 0.0)
+        """Natural logarithm of the mean of the detectors, at least 0."""
+        return max(_log_mean(self.log_divergence), 0.0)
 
     @property
     def loss_factor(self) -> float:
@@ -141,10 +132,7 @@ class Drift:
 
     @property
     def evidence(self) -> float:
-        """How far the detectors are on the way to an alarm: 0 at the start, 1 at the alarm.
-
-        It is the logarithm of the higher one as a share of that of its limit.
-        """
+        """How far the detectors are on the way to an alarm: 0 at the start, 1 at the alarm."""
         return min(each.log for each in self._decisive) / _ALARM
 
     @property
@@ -168,21 +156,6 @@ def _log_ratios(num_diverged: int, expected: float) -> list[float]:
     k^d * exp(-(k - 1) * expected), which gains nothing on average at r and loses below it.
     """
     return [num_diverged * math.log(k) - (k - 1) * expected for k in _FACTORS]
-
-
-def _log_payoffs(counts: AuditCounts, loss: float) -> list[float]:
-    """Return the logarithm of what each stake's bets on these outputs have become.
-
-    An output loses 1 answer, 0 or -1, on average ``loss`` at the most, which is in [0, 1]. A bet of
-    a share s of what one has pays 1 + s * (lost - loss) / (1 + loss), which is at least 1 - s.
-    """
-    num_same = counts.num_checked - counts.num_lost - counts.num_gained
-    return [
-        counts.num_lost * math.log1p(stake * (1 - loss) / (1 + loss))
-        + counts.num_gained * math.log1p(-stake)
-        + num_same * math.log1p(-stake * loss / (1 + loss))
-        for stake in _STAKES
-    ]
 
 
 def _moved(logs: Sequence[float], steps: Sequence[float]) -> tuple[float, ...]:

@@ -17,9 +17,6 @@ class Expectation:
     divergence: float
     """Share of tokens that are the first of an output to differ from plain AR decoding, at the
     pessimistic end of its interval; above 0."""
-    loss: float | None
-    """Points of 100 by which fewer answers are right, at the pessimistic end; None if the frontier
-    has no answers."""
 
 
 def expectation_of(expectations: Sequence[Expectation], threshold: float) -> Expectation | None:

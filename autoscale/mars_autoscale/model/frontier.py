@@ -194,8 +194,7 @@ class Frontier(Settings):
             if measured is not None and measured.num_tokens:
                 rate = proportion(measured.num_diverged, measured.num_tokens).high
                 highest = max(highest, rate)
-                loss = point.pessimistic_loss if self.measure == "accuracy" else None
-                found.append(Expectation(point.threshold, highest, loss))
+                found.append(Expectation(point.threshold, highest))
         return tuple(found)
 
     def capacity(

@@ -35,9 +35,6 @@ class AuditSettings(Settings):
 
     share: float = Field(default=0.05, ge=0, le=1)
     """Share of the outputs to audit, in [0, 1]; 0 for none."""
-    checker: str | None = Field(default=None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
-    """Function ``package.module:function`` that gets the texts of prompt and output, and returns
-    whether the output is right, or None if it cannot tell. It runs in the engine's process."""
 
 
 class TierSettings(Settings):

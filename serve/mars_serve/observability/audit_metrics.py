@@ -20,18 +20,6 @@ AUDIT_COUNTERS = {
         "marsray_audited_diverged_total",
         "Outputs whose first token that mode exact chooses otherwise was served at this threshold.",
     ),
-    "num_checked": MetricDefinition(
-        "marsray_audited_checked_total",
-        "Audited outputs that the checker judged, by their lowest threshold.",
-    ),
-    "num_lost": MetricDefinition(
-        "marsray_audited_lost_total",
-        "Checked outputs that are right in mode exact and were wrong as served.",
-    ),
-    "num_gained": MetricDefinition(
-        "marsray_audited_gained_total",
-        "Checked outputs that are wrong in mode exact and were right as served.",
-    ),
 }
 """Counters by the field of `AuditCounts` that holds the count."""
 

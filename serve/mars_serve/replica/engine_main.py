@@ -33,7 +33,7 @@ from mars_serve.observability.log_lines import write_to_stderr
 from mars_serve.observability.request_telemetry import RequestTelemetry
 from mars_serve.replica.basis import autoscaling_basis
 from mars_serve.replica.engine_process import EngineStart
-from mars_serve.replica.loading import check_of, load_checker, load_engine, within_memory
+from mars_serve.replica.loading import load_engine, within_memory
 
 _SWITCH_S = 0.0005
 """Seconds after which the stepping thread lets the thread that takes orders run. Python's default
@@ -103,9 +103,7 @@ def run_engine(
         pulse: file descriptor of the memory of the engine's pulse.
         load: returns the engine; a `UserError` is told to the other end.
     """
-    audit = start.settings.audit
     try:
-        checker = load_checker(audit.checker)
         loaded = load(start)
     except UserError as error:
         channel.send(NotLoaded(str(error)))
@@ -123,7 +121,7 @@ def run_engine(
         times=loaded.times,
         pulse=Pulse(pulse),
         host=start.host,
-        auditor=Auditor(engine, audit.share, checker and check_of(checker, engine.checkpoint)),
+        auditor=Auditor(engine, start.settings.audit.share),
     ).run()
 
 

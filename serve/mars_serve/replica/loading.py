@@ -1,17 +1,14 @@
-"""Loads a served model's engine, and the checker of its audits."""
+"""Loads a served model's engine."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 
 import torch
 
-from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.errors import UserError
 from mars_serve.config.served import read_served, with_dtype
 from mars_serve.config.settings import ModelSettings
 from mars_serve.engine.engine import Engine
-from mars_serve.engine.ipc.auditor import Check
 
 
 def load_engine(settings: ModelSettings) -> Engine:
@@ -59,40 +56,3 @@ def _load(settings: ModelSettings) -> Engine:
     dtype = getattr(torch, settings.dtype)
     device = "cuda" if settings.num_gpus else "cpu"
     return Engine(checkpoint, settings.engine, dtype=dtype, device=device)
-
-
-def load_checker(name: str | None) -> Callable[[str, str], bool | None] | None:
-    """Return a setting's checker, or None if it names none.
-
-    Raises:
-        UserError: there is no such function.
-    """
-    if name is None:
-        return None
-    module, _, function = name.partition(":")
-    try:
-        found = getattr(import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise UserError(
-            f"audit.checker: {name} cannot be loaded ({error}); name a function as "
-            "package.module:function, and install its package where replicas run"
-        ) from error
-    if not callable(found):
-        raise UserError(f"audit.checker: {name} is not a function; name one")
-    checker: Callable[[str, str], bool | None] = found
-    return checker
-
-
-def check_of(checker: Callable[[str, str], bool | None], checkpoint: Checkpoint) -> Check:
-    """Return the check of tokens that a checker of texts makes."""
-    tokenizer = checkpoint.tokenizer
-
-    def check(prompt: Sequence[int], output: Sequence[int]) -> bool | None:
-        texts = (
-            tokenizer.decode(list(prompt)),
-            tokenizer.decode(list(output), skip_special_tokens=True),
-        )
-        verdict = checker(*texts)
-        return None if verdict is None else bool(verdict)
-
-    return check

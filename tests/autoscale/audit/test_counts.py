@@ -26,36 +26,22 @@ def test_thresholds_are_rounded_down_to_hundredths(threshold: float, rounded: fl
     assert rounded_down(threshold) == rounded
 
 
-def test_an_outcome_counts_at_each_threshold_and_its_verdict_at_the_lowest() -> None:
+def test_an_outcome_counts_at_each_threshold() -> None:
     outcome = AuditOutcome(
         Tier.FLEX,
         is_plain=True,
         tokens={0.9: 12, 0.8: 5},
         diverged_at=0.9,
-        was_right=False,
-        is_right=True,
     )
     assert outcome.counts() == {
         AuditKey(Tier.FLEX, 0.9, True): AuditCounts(1, 12, 1),
-        AuditKey(Tier.FLEX, 0.8, True): AuditCounts(1, 5, 0, 1, 1, 1, 0),
+        AuditKey(Tier.FLEX, 0.8, True): AuditCounts(1, 5, 0),
     }
 
 
 def test_thresholds_of_the_same_hundredth_count_together() -> None:
     outcome = AuditOutcome(Tier.DEFAULT, True, {0.951: 3, 0.959: 4}, diverged_at=0.951)
     assert outcome.counts() == {AuditKey(Tier.DEFAULT, 0.95, True): AuditCounts(2, 7, 1)}
-
-
-@pytest.mark.parametrize(
-    ("was", "now", "lost", "gained"),
-    [(True, True, 0, 0), (False, True, 1, 0), (True, False, 0, 1), (False, False, 0, 0)],
-)
-def test_verdicts_are_paired(was: bool, now: bool, lost: int, gained: int) -> None:
-    outcome = AuditOutcome(Tier.DEFAULT, True, {0.9: 1}, None, was, now)
-    (counts,) = outcome.counts().values()
-    assert (counts.num_checked, counts.num_right) == (1, now)
-    assert (counts.num_lost, counts.num_gained) == (lost, gained)
-    assert counts.is_valid
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 50), st.booleans()), max_size=30))

@@ -18,7 +18,7 @@ from replica_reports import report_of
 
 START_S = 1_000.0
 SETTINGS = OuterSettings(min_replicas=2, max_replicas=8)
-EXPECTED = (Expectation(0.9, 0.001, 3.0),)
+EXPECTED = (Expectation(0.9, 0.001),)
 AUDITED = AutoscalingBasis(CAPACITY, SETTINGS, expectations=EXPECTED)
 KEY = AuditKey(Tier.DEFAULT, 0.9, True)
 
@@ -68,7 +68,7 @@ def test_audits_that_contradict_the_frontier_close_the_floors_until_it_is_truste
 
 def test_another_frontier_starts_anew_and_old_replicas_say_nothing_of_it(audited):
     hear_audits(audited, START_S + 2, AuditCounts(300, 10_000, 60))
-    newer = replace(AUDITED, expectations=(Expectation(0.9, 0.006, 3.0),), made_s=5.0)
+    newer = replace(AUDITED, expectations=(Expectation(0.9, 0.006),), made_s=5.0)
     hear_audits(audited, START_S + 3, AuditCounts(), "b", newer)
     assert not decide_at(audited, START_S + 3).is_refuted
     hear_audits(audited, START_S + 4, AuditCounts(600, 20_000, 120))

@@ -1,19 +1,17 @@
 import json
-import posixpath
 import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from mars_platform.checkpoint.directory import read_checkpoint
 from mars_platform.errors import UserError
 from mars_serve.config.served import with_dtype
 from mars_serve.config.settings import ModelSettings
 from mars_serve.engine.execution import warm_up
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.replica import engine_main
-from mars_serve.replica.loading import check_of, load_checker, load_engine, within_memory
+from mars_serve.replica.loading import load_engine, within_memory
 
 SIZES = EngineSettings(page_size=8, num_pages=64, max_num_seqs=4)
 
@@ -94,33 +92,6 @@ def test_what_masks_add_to_a_step_is_measured_of_an_adapter(
     assert times.mask_s == pytest.approx(0.004)
     assert times.at(2, 0) == pytest.approx(0.010)
     assert times.at(2, 0, True) == pytest.approx(0.014)
-
-
-def judge(prompt: str, output: str) -> bool | None:
-    return None if not output else prompt in output
-
-
-def test_a_checker_gets_texts_without_the_outputs_control_tokens(mars_dir):
-    checkpoint = read_checkpoint(mars_dir)
-    check = check_of(judge, checkpoint)
-    tokens = checkpoint.tokenizer.encode("What is 3", add_special_tokens=False)
-    (end,) = checkpoint.special.eos
-    assert check(tokens, [*tokens, end]) is True
-    assert check(tokens, tokens[1:]) is False
-    assert check(tokens, [end]) is None
-
-
-def test_a_checker_is_found_by_its_name():
-    assert load_checker(None) is None
-    assert load_checker("posixpath:isabs") is posixpath.isabs
-
-
-@pytest.mark.parametrize(
-    "name", ["no_such_package:f", "posixpath:no_such_function", "posixpath:curdir"]
-)
-def test_a_checker_that_is_not_there_is_refused_by_name(name):
-    with pytest.raises(UserError, match=rf"^audit\.checker: {name} "):
-        load_checker(name)
 
 
 def test_a_lack_of_memory_is_one_error_with_the_numbers(monkeypatch):

@@ -148,7 +148,6 @@ class EngineWorker:
             if listener is not None:
                 listener.close()
             self._compilers.close()
-            self._auditor.close()
             self._engine.grammars.close()
             self._connections.close()
 

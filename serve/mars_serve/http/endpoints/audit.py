@@ -7,7 +7,7 @@ from typing import Literal
 from mars_autoscale.audit.counts import AuditCounts, AuditKey
 from mars_autoscale.audit.drift import Drift
 from mars_autoscale.model.expectations import expectation_of
-from mars_platform.statistics import Estimate, difference_of_pairs, proportion
+from mars_platform.statistics import proportion
 from mars_platform.tier import Tier
 from mars_serve.api.schema import Shape
 from mars_serve.config.served import Explanation, ServedModel
@@ -42,16 +42,6 @@ class AuditedOutputs(Shape):
     expected_divergence: float | None
     """The most that frontier.json lets expect; null for other sampling and for a τ below all that
     were measured."""
-    num_checked: int
-    """Outputs that the checker judged, by their lowest τ."""
-    accuracy: MeasuredRate | None
-    """Percentage of those that are right as served; null without a checker."""
-    lossless_accuracy: MeasuredRate | None
-    """Percentage of those that are right in mode exact."""
-    loss: MeasuredRate | None
-    """Difference of the two in percentage points, paired by output."""
-    expected_loss: float | None
-    """The most that frontier.json lets expect, where it was measured with answers."""
 
 
 class ModelAudit(Shape):
@@ -59,7 +49,6 @@ class ModelAudit(Shape):
 
     share: float
     """Share of the outputs that is audited, of those that may be."""
-    has_checker: bool
     is_refuted: bool
     """Whether audits contradict frontier.json, so that the autoscaler lowers τ no more."""
     refuted_s: float | None
@@ -86,14 +75,12 @@ async def audits(models: Mapping[str, ServedModel]) -> Audits:
 
 
 async def _audit(model: ServedModel) -> ModelAudit | None:
-    settings = model.settings.audit
     if not model.settings.is_governed:
         return None
     explanation = await model.backend.autoscaler() or Explanation(None, [])
     drift = explanation.drift
     return ModelAudit(
-        share=settings.share,
-        has_checker=settings.checker is not None,
+        share=model.settings.audit.share,
         is_refuted=drift.is_refuted,
         refuted_s=drift.refuted_s,
         evidence=drift.evidence,
@@ -104,7 +91,6 @@ async def _audit(model: ServedModel) -> ModelAudit | None:
 
 def _outputs(drift: Drift, key: AuditKey, counts: AuditCounts) -> AuditedOutputs:
     known = expectation_of(drift.expectations, key.threshold) if key.is_plain else None
-    num_right = counts.num_right - counts.num_lost + counts.num_gained
     return AuditedOutputs(
         tier=key.tier,
         confidence_threshold=key.threshold,
@@ -112,26 +98,13 @@ def _outputs(drift: Drift, key: AuditKey, counts: AuditCounts) -> AuditedOutputs
         num_outputs=counts.num_outputs,
         num_tokens=counts.num_tokens,
         num_diverged=counts.num_diverged,
-        divergence=_rate(counts.num_diverged, counts.num_tokens, _PER_TOKENS),
+        divergence=_rate(counts.num_diverged, counts.num_tokens),
         expected_divergence=known and _PER_TOKENS * known.divergence,
-        num_checked=counts.num_checked,
-        accuracy=_rate(num_right, counts.num_checked),
-        lossless_accuracy=_rate(counts.num_right, counts.num_checked),
-        loss=_loss(counts),
-        expected_loss=known and known.loss,
     )
 
 
-def _rate(num: int, total: int, scale: float = 100) -> MeasuredRate | None:
-    return _scaled(proportion(num, total), scale) if total else None
-
-
-def _loss(counts: AuditCounts) -> MeasuredRate | None:
-    if not counts.num_checked:
+def _rate(num: int, total: int) -> MeasuredRate | None:
+    if not total:
         return None
-    pairs = difference_of_pairs(counts.num_lost, counts.num_gained, counts.num_checked)
-    return _scaled(pairs, 100)
-
-
-def _scaled(estimate: Estimate, scale: float) -> MeasuredRate:
-    return MeasuredRate(**{name: scale * end for name, end in estimate._asdict().items()})
+    ends = proportion(num, total)._asdict().items()
+    return MeasuredRate(**{name: _PER_TOKENS * end for name, end in ends})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -325,62 +324,6 @@ def test_a_failed_audit_is_dropped(engine: Engine, prompts: list[list[int]]) -> 
     failed = StepOutput(request.id, [], FinishReason.ERROR, error="made up")
     assert driver.auditor.take([failed]) == []
     assert driver.run() == []
-
-
-# Checkers
-
-
-def is_even(_: Sequence[int], output: Sequence[int]) -> bool:
-    return sum(output) % 2 == 0
-
-
-def test_a_checker_judges_what_was_served_and_all_of_mode_exact(
-    engine: Engine, prompts: list[list[int]]
-) -> None:
-    requests = requests_of(prompts[:24])
-    driver = Served(engine, Auditor(engine, share=1.0, check=is_even))
-    for request in requests:
-        driver.run([request])
-        while driver.auditor._checks:
-            driver.step()
-    plain = plain_outputs(engine, requests)
-    assert [each.was_right for each in driver.outcomes] == [
-        is_even((), output_of(each)) for each in requests
-    ]
-    assert [each.is_right for each in driver.outcomes] == [is_even((), each) for each in plain]
-    assert any(each.was_right != each.is_right for each in driver.outcomes)
-
-
-def test_a_checker_that_fails_leaves_outputs_unchecked_and_logs_no_text(
-    engine: Engine, prompts: list[list[int]], caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(prompt: Sequence[int], _: Sequence[int]) -> bool:
-        raise ValueError(f"secret {prompt}")
-
-    driver = Served(engine, Auditor(engine, share=1.0, check=fail))
-    driver.run(requests_of(prompts[:2]))
-    while driver.auditor._checks:
-        driver.step()
-    assert len(driver.outcomes) == 2
-    assert all(each.was_right is None for each in driver.outcomes)
-    assert "audit.checker failed" in caplog.text
-    assert "secret" not in caplog.text
-
-
-def test_an_output_counts_although_its_checker_hangs(
-    engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_CHECK_S", 0.1)
-    may_end = threading.Event()
-    auditor = Auditor(engine, share=1.0, check=lambda *_: may_end.wait(60))
-    driver = Served(engine, auditor)
-    driver.run(requests_of(prompts[:3]))
-    while auditor._checks:
-        driver.step()
-    may_end.set()
-    auditor.close()
-    assert len(driver.outcomes) == 3
-    assert {each.was_right for each in driver.outcomes} == {None}
 
 
 # In the worker
