@@ -107,16 +107,16 @@ class Frontier(Settings):
 
     @model_validator(mode="after")
     def _check_points(self) -> Self:
-        seen = dict[tuple[Mode, float, str | None], int]()
+        seen = dict[tuple[Mode, float], int]()
         for i, point in enumerate(self.points):
-            first = seen.setdefault((point.mode, point.threshold, point.adapter), i)
+            first = seen.setdefault((point.mode, point.threshold), i)
             if first != i:
                 raise ValueError(f"points.{i}: has mode and threshold of points.{first}")
             if (point.right is not None) != (self.measure == "accuracy"):
                 raise ValueError(f"points.{i}.right: belongs to measure accuracy, and only to that")
             if point.right is not None and len(point.right) != self.num_items:
                 raise ValueError(f"points.{i}.right: must have a digit for each of num_items")
-        if (Mode.AR, 1.0, None) not in seen:
+        if (Mode.AR, 1.0) not in seen:
             raise ValueError("points: there must be one of mode ar to compare others with")
         self._check_monotone()
         return self
@@ -141,15 +141,8 @@ class Frontier(Settings):
 
     @property
     def _ladder(self) -> list[FrontierPoint]:
-        """Points of plain AR decoding and then of mode threshold, with falling τ.
-
-        Those of adapters are left out, because a server loads none.
-        """
-        points = [
-            point
-            for point in self.points
-            if point.mode in (Mode.AR, Mode.THRESHOLD) and point.adapter is None
-        ]
+        """Points of plain AR decoding and then of mode threshold, with falling τ."""
+        points = [point for point in self.points if point.mode is not Mode.EXACT]
         return sorted(points, key=lambda point: -point.threshold)
 
     @property
@@ -170,7 +163,7 @@ class Frontier(Settings):
         _, *below = self._ladder
         losses = _rising([point.pessimistic_loss for point in below])
         speeds = [point.tokens_per_forward for point in below]
-        exact = [point for point in self.points if point.mode is Mode.EXACT and not point.adapter]
+        exact = [point for point in self.points if point.mode is Mode.EXACT]
         return (
             AR,
             *(Rung(Mode.EXACT, 1.0, _windows(point)) for point in exact),

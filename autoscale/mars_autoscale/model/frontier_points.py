@@ -68,8 +68,6 @@ class FrontierPoint(Settings):
     """Decoding mode."""
     threshold: float = Field(gt=0, le=1)
     """τ, below 1 in mode threshold; 1 in the other modes, which have none."""
-    adapter: str | None = None
-    """Name of the adapter that it needs; None for the model as it is."""
     quality: _Percent
     """Quality by the frontier's measure, in points."""
     quality_low: _Percent

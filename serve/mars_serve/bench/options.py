@@ -44,8 +44,6 @@ class DecodeOptions(Settings):
     """Largest number of output tokens for a conversation."""
     threshold: float = Field(default=0.95, gt=0, le=1)
     """Confidence threshold in (0, 1]."""
-    agreement: float | None = Field(default=None, ge=0, le=1)
-    """In mode exact, accept each draft with this probability if all before it were accepted."""
     seed: int = 0
     """Seed of prompts, lengths, draws and weights."""
     threads: int | None = Field(default=None, ge=1)

@@ -25,10 +25,9 @@ def _bench(context: typer.Context) -> None:
 def decode(options: DecodeOptions, as_json: AsJson = False) -> None:
     """Compare the speed of decoders on the same prompts.
 
-    The modes of the engine take turns. Outputs of generated prompts
-    ignore end tokens, so that each has its drawn length. With --untrained or --agreement, the
-    number of tokens accepted per pass is drawn instead of decided by the model, so that step times
-    can be measured without trained weights.
+    The modes of the engine take turns. Outputs of generated prompts ignore end tokens, so that each
+    has its drawn length. With --untrained, the number of tokens accepted per pass is drawn instead
+    of decided by the model, so that step times can be measured without trained weights.
     """
     from rich.console import Console
 

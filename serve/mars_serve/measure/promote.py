@@ -161,11 +161,11 @@ def compare(candidate: Frontier, current: Frontier, gate: Gate) -> list[PointPai
             "frontier.json: the two checkpoints were not measured on the same conversations; run "
             f"marsray calibrate on the one in service with the candidate's --data, {_FORCE}"
         )
-    known = {(point.mode, point.threshold, point.adapter): point for point in current.points}
+    known = {(point.mode, point.threshold): point for point in current.points}
     shared = [
-        (point, known[point.mode, point.threshold, point.adapter])
+        (point, known[point.mode, point.threshold])
         for point in candidate.points
-        if point.mode is not Mode.EXACT and (point.mode, point.threshold, point.adapter) in known
+        if point.mode is not Mode.EXACT and (point.mode, point.threshold) in known
     ]
     shared.sort(key=lambda pair: -pair[0].threshold)
     return [_pair(ours, theirs, len(shared), gate) for ours, theirs in shared]

@@ -411,14 +411,6 @@ def test_a_rung_has_all_windows_that_were_measured():
     assert capacity.window(rung, 200) == Window(1.4, 2.4)
 
 
-def test_points_of_adapters_are_kept_and_not_used(model):
-    adapted = point("exact", 1.0, 80.0, 2.6, 16.0) | {"adapter": "drafter"}
-    write_frontier(model, frontier_of(*POINTS, adapted, weights=weights_fingerprint(model)))
-    frontier = read_frontier(model)
-    assert frontier.points[-1].adapter == "drafter"
-    assert frontier.rungs() == frontier_of().rungs()
-
-
 # Capacity
 
 

@@ -62,28 +62,6 @@ def test_tables_are_printed_for_conversations(
     }
 
 
-def test_drawn_agreement_is_reported(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--untrained", str(config), "--batch", "2", "--rounds", "1"]
-    sizes = ["--prompt-tokens", "2", "8", "--output-tokens", "9", "9", "--num-requests", "4"]
-    wanted = ["--contender", "ar", "--contender", "exact"]
-    command = ["bench", "decode", *options, *sizes, *wanted]
-    speeds = []
-    for agreement in ("0.0", "1.0"):
-        assert run([*command, "--agreement", agreement, "--json"]) == 0
-        result = json.loads(capsys.readouterr().out)
-        assert result["acceptance_exact"]["source"].startswith(
-            f"each draft is right with probability {float(agreement):g}"
-        )
-        assert "paper" in result["acceptance"]["source"].lower()
-        (batch,) = result["batches"]
-        speeds.append(batch["contenders"]["exact"]["tokens_per_forward"])
-    assert speeds[0] == 1.0
-    assert speeds[1] > 1.0
-    assert run([*command, "--agreement", "0.8"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "Lengths in mode exact are drawn otherwise, 3.36 on average" in printed
-
-
 def test_ratios_are_taken_in_each_round() -> None:
     ours = ContenderResult(timings=[Timing(1.0, 100, 100), Timing(1.0, 10, 10), Timing(1.0, 3, 3)])
     theirs = ContenderResult(timings=[Timing(1.0, 50, 50), Timing(1.0, 10, 10), Timing(1.0, 1, 1)])
@@ -93,7 +71,6 @@ def test_ratios_are_taken_in_each_round() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"agreement": 0.5, "contenders": ("ar",)}, "--agreement: only contender exact checks"),
         ({"model": "some/where"}, "MODEL: name a checkpoint, or give --untrained"),
         ({"untrained": None}, "MODEL: name a checkpoint, or give --untrained"),
         ({"untrained": "qwen9"}, "--untrained: qwen9 is neither a config.json nor one of"),

@@ -81,8 +81,6 @@ def test_a_stopped_run_is_continued_and_writes_both_files_and_the_plot(
     assert printed["frontier"].items() >= content.items()
     assert [point.threshold for point in frontier.points] == [1, 0.5, 0.05, 1]
     assert printed["frontier"]["num_slots"] == 2
-    assert "step_time" in printed["frontier"]
-    assert "step_time" not in json.loads(frontier_file.read_text())
 
 
 def test_the_tables_are_printed_and_the_calibration_does_not_depend_on_the_batch(

@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from conversations import read
-from frontiers import Corners, frontier_of, point
+from frontiers import frontier_of, point
 from mars_autoscale.model.frontier import read_frontier, write_frontier
 from mars_autoscale.model.step_times import StepTime
 from mars_platform.checkpoint.directory import Checkpoint, load_model, read_checkpoint
-from mars_platform.cli.report import jsonable
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_platform.statistics import paired_difference, proportion, ratio_of_totals
@@ -40,7 +39,7 @@ from mars_serve.measure.frontier.measure import (
     phases_left,
 )
 from mars_serve.measure.frontier.points import mean_cached_tokens, point_of
-from mars_serve.measure.frontier.report import frontier_figures, frontier_notes, useful_rungs
+from mars_serve.measure.frontier.report import frontier_figures, useful_rungs
 from mars_serve.measure.frontier.working_file import (
     WORKING_FILE,
     KeptMeasurements,
@@ -330,7 +329,7 @@ def test_a_contradiction_is_reported_and_the_figures_are_kept(
     assert seen.titles == []
 
 
-def made_up(seconds: Corners = ((1e-3, 1e-3), (2e-3, 2e-3))) -> MeasuredFrontier:
+def made_up() -> MeasuredFrontier:
     """Return a frontier whose steps take twice as long with 100 positions as with none."""
     frontier = frontier_of(
         point("ar", 1.0, 80.0, 1.0, 1.0),
@@ -338,7 +337,7 @@ def made_up(seconds: Corners = ((1e-3, 1e-3), (2e-3, 2e-3))) -> MeasuredFrontier
         point("threshold", 0.5, 60.0, 2.1, 4.0),
         point("exact", 1.0, 80.0, 1.5, 9.0),
         weights="w",
-        seconds=seconds,
+        seconds=((1e-3, 1e-3), (2e-3, 2e-3)),
     )
     return MeasuredFrontier(frontier, 4, 20.0)
 
@@ -359,27 +358,6 @@ def test_figures_hold_the_ladder_and_break_even() -> None:
     assert [each["useful"] for each in (ar, high, low, exact)] == [False, True, True, True]
     assert [rung.threshold for rung in useful_rungs(measured)] == [1.0, 0.9, 0.5]
     assert figures["points"][1]["quality"] == 79.0
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said", "told"),
-    [
-        (
-            ((1e-3, 1e-3), (2e-3, 2e-3)),
-            "t0 1 ms, K 100; measured steps are off by 0% on average, 0% at the most.",
-            (pytest.approx(1e-3), pytest.approx(100)),
-        ),
-        (((1e-3, 1e-3), (1e-3, 1e-3)), "K none, steps do not grow", (pytest.approx(1e-3), None)),
-    ],
-)
-def test_notes_and_figures_have_t0_and_k(
-    seconds: Corners, said: str, told: tuple[Any, Any]
-) -> None:
-    measured = made_up(seconds)
-    (line,) = [each for each in frontier_notes(measured, Path("f")) if "t0 * (1 +" in each]
-    assert said in line
-    found = jsonable(frontier_figures(measured, Path("f")))["step_time"]
-    assert (found["t0_s"], found["positions_to_double"]) == told
 
 
 def test_the_work_to_come_is_that_of_all_later_phases() -> None:

@@ -64,7 +64,6 @@ def figures_json(comparison: DecodeComparison) -> dict[str, Any]:
         "seed": options.seed,
         "workload": _workload(options),
         "acceptance": draws and draws.acceptance.model_dump(),
-        "acceptance_exact": draws and draws.exact.model_dump(),
         "machine": {
             "cpu": cpu_name(),
             "num_cores": os.cpu_count(),
@@ -170,8 +169,6 @@ def _label(comparison: DecodeComparison) -> str:
     name = comparison.model.name
     if comparison.draws is None:
         return name
-    if comparison.model.is_trained:
-        return f"{name}: accepted lengths drawn"
     return f"{name}: step-cost measurement: accepted lengths drawn, weights untrained"
 
 
@@ -190,9 +187,4 @@ def _notes(comparison: DecodeComparison) -> list[str]:
         f"Lengths of accepted runs are drawn, {draws.acceptance.mean:.2f} on average "
         f"where enough masks are fed: {draws.acceptance.source}"
     )
-    if draws.exact is not draws.acceptance:
-        notes.append(
-            f"Lengths in mode exact are drawn otherwise, {draws.exact.mean:.2f} on average "
-            f"where as many drafts are fed: {draws.exact.source}"
-        )
     return notes

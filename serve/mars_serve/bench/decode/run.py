@@ -26,7 +26,6 @@ from mars_serve.bench.decode.workload import (
     BenchRequest,
     Draws,
     RaggedShape,
-    agreeing,
     generated_requests,
     paper_acceptance,
     prompted_requests,
@@ -112,7 +111,8 @@ def compare(options: DecodeOptions, console: Console) -> DecodeComparison:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     model = _model(options)
-    draws = _draws(model, options)
+    drawn = paper_acceptance()
+    draws = Draws(drawn, drawn, options.seed) if options.untrained is not None else None
     requests = _requests(model, options)
     batches = []
     with progress_display(console) as display, _cheap_collection():
@@ -150,8 +150,6 @@ def _check(options: DecodeOptions) -> None:
         raise UserError(
             "--prompts: untrained weights have no tokenizer; leave it out or name a checkpoint"
         )
-    if options.agreement is not None and Mode.EXACT not in options.contenders:
-        raise UserError("--agreement: only contender exact checks drafts; add --contender exact")
     available_device(options.device)
 
 
@@ -174,17 +172,6 @@ def _default_dtype(options: DecodeOptions) -> NumberType:
     if options.model is not None:
         return stored_dtype(locate_model(options.model))
     return "bfloat16" if options.device == "cuda" else "float32"
-
-
-def _draws(model: BenchModel, options: DecodeOptions) -> Draws | None:
-    if options.untrained is None and options.agreement is None:
-        return None
-    acceptance = paper_acceptance()
-    if options.agreement is None:
-        return Draws(acceptance, acceptance, options.seed)
-    assert model.checkpoint.metadata is not None
-    exact = agreeing(options.agreement, model.checkpoint.metadata.block_size)
-    return Draws(acceptance, exact, options.seed)
 
 
 def _requests(model: BenchModel, options: DecodeOptions) -> list[BenchRequest]:

@@ -31,7 +31,6 @@ from mars_serve.measure.evaluation.decoding import (
 from mars_serve.measure.evaluation.items import EvalItem
 from mars_serve.measure.frontier.likelihood import log_likelihoods
 from mars_serve.measure.frontier.points import contradiction, mean_cached_tokens, name_of, point_of
-from mars_serve.measure.frontier.step_fit import LinearSteps, fit_steps
 from mars_serve.measure.frontier.working_file import (
     KeptMeasurements,
     MeasuredSpeed,
@@ -103,11 +102,6 @@ class MeasuredFrontier:
     def capacity(self) -> Capacity:
         """Capacity of a replica that has these items as its load."""
         return self.frontier.capacity(self.max_num_seqs, self.cached_tokens)
-
-    @cached_property
-    def steps(self) -> LinearSteps | None:
-        """Line that comes closest to the step times of that replica."""
-        return fit_steps(self.capacity.step_time)
 
 
 def phases_left(

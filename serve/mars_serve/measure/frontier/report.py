@@ -1,7 +1,5 @@
 """Shows a measured frontier: table, notes, and figures for JSON."""
 
-import math
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from mars_platform.cli.report import Column, figure_column, interval, table_of
 from mars_platform.method.mode import Mode
 from mars_platform.statistics import Estimate
 from mars_serve.measure.frontier.measure import MeasuredFrontier
-from mars_serve.measure.frontier.step_fit import LinearSteps
 
 
 def rungs_of(measured: MeasuredFrontier) -> list[tuple[FrontierPoint, Rung]]:
@@ -23,7 +20,6 @@ def rungs_of(measured: MeasuredFrontier) -> list[tuple[FrontierPoint, Rung]]:
     return [
         (point, measured.capacity.rung(point.mode, point.threshold))
         for point in measured.frontier.points
-        if point.adapter is None
     ]
 
 
@@ -90,7 +86,6 @@ def frontier_notes(measured: MeasuredFrontier, file: Path) -> list[str]:
         f"with the number of masks that is fastest for them. A step of {few:g} positions takes "
         f"{few_s}, of {many:g} {many_s}. Prompts are read at "
         f"{frontier.prefill_tokens_per_s:,.0f} tokens/s. {frontier.hardware}.",
-        _step_note(measured.steps),
         f"Base, the fastest that loses nothing with {num_rows} rows: {base}; gains are over it. "
         "break-even: most rows at which a setting is faster than those that lose nothing. ladder: "
         f"settings at least {InnerSettings().min_gain:g} times as fast as the base, on the concave "
@@ -126,7 +121,6 @@ def frontier_figures(measured: MeasuredFrontier, file: Path) -> dict[str, Any]:
         "file": file,
         "num_slots": measured.max_num_seqs,
         "stored_tokens_per_row": measured.cached_tokens,
-        "step_time": measured.steps and asdict(measured.steps),
         "base": name_of_rung(capacity.base()),
         "rungs": [
             {
@@ -142,14 +136,3 @@ def frontier_figures(measured: MeasuredFrontier, file: Path) -> dict[str, Any]:
             for _, rung in rungs_of(measured)
         ],
     }
-
-
-def _step_note(fitted: LinearSteps | None) -> str:
-    if fitted is None:
-        return "t0 and K: none, steps grow faster than a straight line."
-    positions = fitted.positions_to_double
-    many = f"{positions:.0f}" if math.isfinite(positions) else "none, steps do not grow"
-    return (
-        f"As t0 * (1 + positions / K): t0 {1e3 * fitted.t0_s:.3g} ms, K {many}; measured steps are "
-        f"off by {fitted.error_mean:.0%} on average, {fitted.error_max:.0%} at the most."
-    )
