@@ -91,19 +91,15 @@ class Capacity:
         raise KeyError((mode, threshold))
 
     def window(self, rung: Rung, batch: float | None = None) -> Window:
-        """Return the window with which a rung is fastest at a number of rows.
-
-        Args:
-            rung: how a replica decodes.
-            batch: rows of each step; None for a full batch.
+        """Return the window with which a rung is fastest in steps of ``batch`` rows; None for a
+        full one.
         """
         rows = self.max_num_seqs if batch is None else batch
         return max(rung.windows, key=lambda window: self._speed(window, rows))
 
     def tokens_per_s(self, rung: Rung, batch: float | None = None) -> float:
-        """Return the tokens that a replica decodes each second if it computes no prompts.
-
-        Arguments are those of `window`.
+        """Return the tokens that a replica decodes each second if it computes no prompts; see
+        `window`.
         """
         rows = self.max_num_seqs if batch is None else batch
         return max(self._speed(window, rows) for window in rung.windows)
@@ -146,10 +142,7 @@ class Capacity:
     def busy_s(self, output_tokens: float, prompt_tokens: float, gain: float = 1.0) -> float:
         """Return the seconds that a replica with a full batch takes for a number of tokens.
 
-        Args:
-            output_tokens: tokens to decode, at least 0.
-            prompt_tokens: prompt tokens to compute, at least 0; no τ makes them faster.
-            gain: decoding speed as a multiple of the base's, above 0.
+        ``gain`` is the decoding speed as a multiple of the base's; no τ makes prompts faster.
         """
         decode_s = output_tokens / (gain * self._full_tokens_per_s)
         return decode_s + prompt_tokens / self.prefill_tokens_per_s
@@ -159,15 +152,11 @@ class Capacity:
         return self.tokens_per_s(self.base())
 
     def ladder(self, min_gain: float, batch: float | None = None) -> tuple[Rung, ...]:
-        """Return the rungs that are worth their loss at a number of rows.
+        """Return the rungs that are worth their loss at a number of rows; None for a full batch.
 
         These are the base, and of the rungs below the target τ those on the upper concave hull of
-        speed over loss that reach a gain.
-
-        Args:
-            min_gain: lowest gain over the base, at least 1. Rungs below it are the dead zone, where
-                masks cost more than they give.
-            batch: rows of each step; None for a full batch.
+        speed over loss that are ``min_gain``, at least 1, times as fast as the base. Below it lies
+        the dead zone, where masks cost more than they give.
         """
         base = self.base(batch)
         candidates = [base]

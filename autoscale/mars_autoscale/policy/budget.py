@@ -41,12 +41,10 @@ def spent_share(losses: Losses, budget: float) -> float | None:
 
 
 def is_spent(losses: Losses, budget: float, *, was_spent: bool) -> bool:
-    """Return whether tier default must lose no more.
+    """Return whether tier default must lose no more than ``budget`` points on average over an hour.
 
-    Args:
-        losses: the losses of the last hour.
-        budget: points that may be lost on average over an hour.
-        was_spent: the answer at the last decision; it changes only once some budget has come back.
+    ``losses`` are those of the last hour. The answer at the last decision, ``was_spent``, changes
+    only once some budget has come back.
     """
     spent = math.fsum(lost for _, lost in losses)
     allowed_s = _HOUR_S - _RECOVERED_S if was_spent else _HOUR_S

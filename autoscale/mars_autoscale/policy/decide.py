@@ -43,16 +43,10 @@ _Value = TypeVar("_Value", int, float)
 def decide(
     snapshot: Snapshot, state: OuterState, capacity: Capacity, settings: OuterSettings
 ) -> tuple[Decision, OuterState]:
-    """Take one decision.
+    """Take one decision, within the settings' bounds whatever the snapshot holds.
 
-    Args:
-        snapshot: what is known.
-        state: the state that the last decision returned; `OuterState()` at first.
-        capacity: speed of one replica.
-        settings: bounds and constants.
-
-    Returns:
-        The decision, within the settings' bounds whatever the snapshot holds, and the next state.
+    ``state`` is what the last decision returned, `OuterState()` at first; ``capacity`` is the speed
+    of one replica. The next state is returned beside the decision.
     """
     max_age_s = _MAX_AGE_PERIODS * settings.period_s
     replicas, arrivals = snapshot.known_replicas(max_age_s), snapshot.known_arrivals(max_age_s)

@@ -57,7 +57,6 @@ class Decision:
 
     num_replicas: int
     range: ThresholdRange
-    """Limits of τ for every replica."""
     reason: Reason
     decode_tokens_per_s: float
     """Output tokens that the arriving requests need each second; 0 if unknown."""
@@ -94,7 +93,6 @@ class OuterState:
     bursts: demand.History = ()
     """Each remembered burst: when it began, and its highest demand at the lowest τ."""
     pace: float = 1.0
-    """The last known pace of the replicas."""
     late_queue: demand.History = ()
     """(time in s, requests that run or wait) at each decision since the queue has been longer than
     the objective allows and no replica has been starting."""

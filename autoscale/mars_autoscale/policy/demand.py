@@ -53,9 +53,8 @@ def mean(history: History) -> float:
 def chance(history: History, number: float) -> float:
     """Return the highest demand that arrivals of a constant rate reach by chance.
 
-    Args:
-        history: demands that are not empty, the latest last.
-        number: requests whose demand that is; as many come at random in equal times as by Poisson.
+    The latest demand of ``history`` is that of ``number`` requests; as many come at random in equal
+    times as by Poisson.
     """
     if not number:
         return 0.0
@@ -80,13 +79,9 @@ def remembered_bursts(
 ) -> History:
     """Return the recent bursts: when each began, and its highest demand.
 
-    Args:
-        bursts: the bursts so far; those later than now, as the clock was put back, move to now.
-        demand: the demand now.
-        carried: the demand above which there is a burst.
-        now_s: the time.
-        apart_s: seconds after the begin of a burst within which further demand belongs to it.
-        memory_s: seconds after which a burst is forgotten.
+    Demand above ``carried`` is a burst. Bursts later than now, as the clock was put back, move to
+    now; further demand within ``apart_s`` of a begin belongs to it, and after ``memory_s`` it is
+    forgotten.
     """
     kept = [(min(at, now_s), peak) for at, peak in bursts if at > now_s - memory_s]
     if demand <= carried:

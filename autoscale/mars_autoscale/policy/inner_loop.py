@@ -34,7 +34,6 @@ class EngineSample:
     load: float
     """Requests that run or wait."""
     allowed: ThresholdRange = ANY_THRESHOLD
-    """Limits of τ, and the gain that the arrivals need."""
     prompt_share: float = 0.0
     """Share of its recent time that the replica spent on prompts."""
     flex_share: float = 0.0
@@ -92,11 +91,8 @@ class InnerLoop:
         self._ladders: dict[int, tuple[Rung, ...]] = {}
         """Ladder by number of rows, for those that were seen."""
         self._thresholds = (capacity.target_threshold, capacity.target_threshold)
-        """τ of tier default and tier flex."""
         self._base = capacity.base(1)
-        """The base in use."""
         self._changed_s = -math.inf
-        """Time of the last change of τ."""
         self._wanted_since_s: float | None = None
         """Time since which more speed has been wanted; None while it is not."""
         self._cause = Cause.START

@@ -18,7 +18,6 @@ from itertools import pairwise
 _STARTS = (1, *(start for i in range(1, 17) for start in (2**i, 3 * 2 ** (i - 1))), 2**17)
 """First token of each span, the first token of an output being 1; the last span has no end."""
 NUM_SPANS = len(_STARTS)
-"""Number of spans."""
 USUAL_TOKENS = 256
 """Tokens that an output is expected to have yet while nothing is known."""
 
@@ -32,7 +31,6 @@ _NO_LIMIT_TOKENS = 2**18
 """A ``max_tokens`` that no output reaches."""
 
 Spans = tuple[float, ...]
-"""A number for each span."""
 
 _NONE: Spans = (0,) * NUM_SPANS
 
@@ -147,11 +145,8 @@ def counts_of(
 ) -> LengthCounts:
     """Return the counts of outputs that have ended, and of those that are still growing.
 
-    Args:
-        ended: tokens of each output that has ended.
-        running: tokens of each other output so far.
-        num_begun: number of requests that came.
-        max_tokens: limit of each; by default one that no output reaches.
+    ``ended`` and ``running`` have the tokens of each so far, ``num_begun`` counts the requests that
+    came, and ``max_tokens`` is the limit of each; by default one that no output reaches.
     """
     counter = LengthCounter()
     for _ in range(num_begun):

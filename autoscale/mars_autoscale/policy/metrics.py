@@ -85,7 +85,6 @@ class AutoscalerMetrics(Collector):
 
 
 def _gauge(name: str, text: str, values: Mapping[str, float | None]) -> Metric:
-    """Return a gauge of the models whose value is known."""
     gauge = GaugeMetricFamily(f"marsray_autoscaler_{name}", text, labels=["model"])
     for model, value in values.items():
         if value is not None:

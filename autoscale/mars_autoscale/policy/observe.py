@@ -71,7 +71,6 @@ class Snapshot:
 
     now_s: float
     replicas: Sequence[ReplicaLoad]
-    """Latest load of each serving replica."""
     num_starting: int
     """Replicas that are ordered and do not serve yet."""
     arrivals: Arrivals | None

@@ -90,7 +90,6 @@ class _KnownReplica:
     report: ReplicaReport
     basis: AutoscalingBasis
     heard_s: float
-    """Time of the latest report."""
     hits: _Totals = field(default_factory=_Totals)
 
 
@@ -109,11 +108,8 @@ class OuterLoop:
         """The latest basis among the staying replicas; None until a replica has reported."""
         self.state = SavedState()
         self.records: deque[AutoscalerDecision] = deque(maxlen=NUM_RECORDS)
-        """The latest decisions, the oldest first."""
         self.range = AT_TARGET
-        """The latest decision's limits of τ."""
         self.counts = Counter[Reason]()
-        """Number of decisions since the start, by reason."""
 
     def hear(self, now_s: float, report: ReplicaReport, basis: AutoscalingBasis) -> None:
         """Take a replica's report in."""

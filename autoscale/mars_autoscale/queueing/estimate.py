@@ -67,16 +67,11 @@ class StartPace:
         return tokens_ahead * _SPAN_S * len(spans) / total if total else None
 
     def is_hopeless(self, tokens_ahead: int, deadline_s: float, *, speedup: float = 1.0) -> bool:
-        """Whether a new request would surely begin after its deadline.
+        """Whether a new request would surely begin after ``deadline_s``, with ``tokens_ahead``
+        before it.
 
-        It would even if all went at the best pace of any span. Where no pace is known, nothing is
-        sure.
-
-        Args:
-            tokens_ahead: tokens that go before it, see `FairQueue.ahead`.
-            deadline_s: time on the clock by which it is to begin.
-            speedup: factor by which the pace may rise, as when replicas start: those that there
-                will be by those that there are.
+        It would even if all went at the best pace of any span, times ``speedup``, the replicas that
+        there will be by those that there are. Where no pace is known, nothing is sure.
         """
         best = max(self._known_spans(), default=0) * speedup
         if not best:

@@ -60,7 +60,6 @@ class QueuedRequest(Generic[ItemT]):
     item: ItemT
     tier: Tier
     key: str
-    """Name of the key whose share it is served from."""
     cost: int
     """Expected tokens of prompt and output."""
     deadline_s: float
@@ -88,7 +87,6 @@ class _Flow(Generic[ItemT]):
     num_unsettled: int = 0
     """Requests that were popped and not settled."""
     tokens: int = 0
-    """Cost of the waiting requests."""
     num_in_time: int = 0
     """Requests that were served since a late one was."""
     waiting: RankedSet[QueuedRequest[ItemT]] = field(default_factory=RankedSet)
@@ -145,7 +143,6 @@ class _Shares(Generic[ItemT]):
         self._turns = count()
 
     def enter(self, queued: QueuedRequest[ItemT]) -> None:
-        """Add a request."""
         flow = self._flow(queued.key)
         queued._flow = flow
         if not flow.waiting:
@@ -380,7 +377,6 @@ class FairQueue(Generic[ItemT]):
         )
 
     def __iter__(self) -> Iterator[QueuedRequest[ItemT]]:
-        """Iterate over the waiting requests in no particular order."""
         for shares in self._tiers.values():
             for flow in shares.flows.values():
                 yield from flow.waiting

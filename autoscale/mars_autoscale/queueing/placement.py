@@ -118,7 +118,6 @@ class Placement:
         self._max_sessions = max_sessions
         self._sessions = OrderedDict[str, str]()  # least recently used first
         self.known = frozenset[str]()
-        """Replicas that were retained last."""
 
     def choose(
         self, keys: Sequence[Hashable], loads: Mapping[str, float], session: str | None = None

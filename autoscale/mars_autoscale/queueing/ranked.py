@@ -34,7 +34,6 @@ class RankedSet(Generic[MemberT]):
         return member in self._entries
 
     def __iter__(self) -> Iterator[MemberT]:
-        """Iterate over the members in no particular order."""
         return iter(self._entries)
 
     def place(self, member: MemberT, rank: float, then: int) -> None:

@@ -67,9 +67,7 @@ class _ControllerView(NamedTuple):
     """The knowledge of Serve's controller about a deployment."""
 
     ready: list[str]
-    """Names of the replicas that serve."""
     num_target: int
-    """Replicas that are ordered."""
 
 
 class _GovernorCaller:

@@ -150,16 +150,10 @@ class Replica:
     ) -> None:
         """Start without requests and with an empty cache.
 
-        Args:
-            capacity: its speed.
-            decision: how it decodes at first.
-            is_by_tier: whether higher tiers are served first, and only the requests of a tier in
-                order of arrival; otherwise all are served in order of arrival.
-            started_s: time at which it was ordered.
-            ready_s: time from which on it gets requests.
-            number: number of replicas that its cluster started before it.
-            prefix_cache_tokens: see `PrefixCache`.
-            real_rows: rows for which it has pages; None for all of its slots.
+        It was ordered at ``started_s``, as the ``number``-th after the first, and gets requests
+        from ``ready_s`` on. By ``is_by_tier`` higher tiers are served first, otherwise all are
+        served in order of arrival. It has pages for ``real_rows`` rows, or for all slots, and
+        decodes by ``decision`` at first.
         """
         self.number, self.name = number, str(number)
         self.capacity = capacity

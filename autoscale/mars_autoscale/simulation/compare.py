@@ -62,10 +62,7 @@ def compare(
 ) -> PolicyComparison:
     """Run every policy on every seed's version of a trace, if they are long in several processes.
 
-    Args:
-        config: replicas, policies and changes of the trace.
-        trace: the trace as it was read.
-        on_progress: called with the runs done, the total of runs and the policy's name.
+    ``on_progress`` gets the runs done, the total of runs and the policy's name.
 
     Raises:
         UserError: the changes of the trace leave no request, far too many, or none late enough to

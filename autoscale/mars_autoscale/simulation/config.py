@@ -194,7 +194,6 @@ class SimulationConfig(Settings):
 Variant = tuple[str, Callable[[], Policy]]
 """Name of a policy's variant, and a function that makes the policy."""
 Family = tuple[str, list[Variant]]
-"""Name of a policy, and its variants."""
 _Decoding = tuple[str, Callable[[], InnerLoopPolicy], Rung]
 """Name of a fixed way to decode, a function that makes its inner loop, and its rung."""
 

@@ -22,7 +22,6 @@ class Target:
     num_replicas: int
     """Replicas to order, including those that are starting."""
     range: ThresholdRange = AT_TARGET
-    """Limits of τ for every replica."""
 
 
 class InnerLoopPolicy(Protocol):
@@ -99,7 +98,6 @@ class StaticReplicas:
 
     num_replicas: int
     inner_loop: Callable[[], InnerLoopPolicy] = field(default=partial(FixedThreshold, 1.0))
-    """Makes the inner loop of a new replica."""
     period_s: float = 10.0
 
     def decide(self, _: Snapshot, /) -> Target:

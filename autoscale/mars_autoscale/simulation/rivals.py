@@ -40,7 +40,6 @@ class RayDefault:
 
     target_ongoing_requests: float
     inner_loop: Callable[[], InnerLoopPolicy]
-    """Makes the inner loop of a new replica."""
     period_s: float = 1.0
     config: AutoscalingConfig = field(init=False)
     _num_replicas: int | None = None
@@ -90,7 +89,6 @@ class Keda:
     tokens_per_s_target: float
     """Output tokens per second and replica."""
     inner_loop: Callable[[], InnerLoopPolicy]
-    """Makes the inner loop of a new replica."""
     max_replicas: int = 16
     rate_window_s: float = 60.0
     """Seconds over which the rate is averaged: a common range of Prometheus' ``rate``."""

@@ -69,22 +69,14 @@ class Simulation:
         queue_wait_s: float | None = None,
         clients: ClosedLoop | None = None,
     ) -> None:
-        """Prepare a run.
+        """Prepare a run that begins with the outputs ``lengths``.
 
-        Args:
-            trace: requests by arrival, at least one.
-            capacity: speed of a replica by the model that the policy decides by.
-            settings: limits of their number, and how their real speed differs.
-            policy: what steers them.
-            objective_ttft_s: promised seconds to the first token; requests that would wait longer
-                are refused while the policy says that nothing is left to give.
-            seed: determines how requests are divided among replicas, where that is random.
-            lengths: outputs before the trace.
-            begin_s: time at which the first replicas are ready, at most 0; from then on the policy
-                has seen that nothing arrives.
-            queue_wait_s: seconds after which a request no longer waits in the server's queue; None
-                for never.
-            clients: clients that send the trace's requests; None for sending each at its time.
+        The first replicas are ready at ``begin_s``, at most 0, and the policy has seen since then
+        that nothing arrives. It decides by ``capacity``; ``settings`` say how replicas really are.
+        Requests that would begin after ``objective_ttft_s`` are refused while the policy says that
+        nothing is left to give, and those that wait for ``queue_wait_s``. ``clients`` send the
+        trace's requests; by default each is sent at its time. ``seed`` is that of the queue before
+        the replicas.
         """
         assert begin_s <= 0.0, "the cluster is ready when the trace begins"
         self._trace = trace
@@ -103,7 +95,6 @@ class Simulation:
         self._end_s = trace[-1].arrival_s
         self._dispatch = policy.dispatch(seed)
         self._replicas: list[Replica] = []
-        """Replicas that have not ended."""
         self._num_started = 0
         self._inner_loops: dict[int, InnerLoopPolicy] = {}
         self._stepping: set[int] = set()

@@ -94,9 +94,7 @@ class Bin(NamedTuple):
     """One bin of a reliability diagram."""
 
     confidence: float
-    """Mean probability of the tokens."""
     accuracy: float
-    """Share of the tokens that are right."""
     num_tokens: int
 
 
@@ -137,15 +135,10 @@ def write_calibration(path: Path, calibration: Calibration) -> Path:
 def log_probability_curves(logits: Tensor, tokens: Tensor) -> Tensor:
     """Return the log-probability of each token at the temperatures of `GRID`.
 
-    These few dozen numbers a token replace the logits of the whole vocabulary, so that the search
-    for a temperature can keep all tokens of a data set in memory.
-
-    Args:
-        logits: float [tokens, vocabulary], raw, including those of never-emitted tokens.
-        tokens: int64 [tokens].
-
-    Returns:
-        float32 [tokens, temperatures].
+    ``logits`` are float [tokens, vocabulary], raw, including those of never-emitted tokens;
+    ``tokens`` int64 [tokens]; the result is float32 [tokens, temperatures]. These few dozen numbers
+    a token replace the logits of the whole vocabulary, so that the search for a temperature can
+    keep all tokens of a data set in memory.
     """
     logits = logits.float()
     chosen = logits.gather(-1, tokens[:, None]).squeeze(-1)  # [tokens]
@@ -154,17 +147,11 @@ def log_probability_curves(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def log_probabilities_at(curves: Tensor, temperature: float) -> Tensor:
-    """Return log-probabilities at one temperature, interpolated over its logarithm.
+    """Return log-probabilities, float32 [tokens], at one temperature in the range of `GRID`.
 
-    They are exact at the temperatures of `GRID`; between them probabilities are off by less than
-    .003.
-
-    Args:
-        curves: float32 [tokens, temperatures], from `log_probability_curves`.
-        temperature: within the range of `GRID`.
-
-    Returns:
-        float32 [tokens].
+    They are interpolated over its logarithm from ``curves``, as `log_probability_curves` gives
+    them: exact at the temperatures of `GRID`, and between them off by less than .003 of
+    probability.
     """
     index = (math.log2(temperature) + _OCTAVES) * _STEPS  # in GRID, with a fraction
     below = min(int(index), len(GRID) - 2)
@@ -256,7 +243,6 @@ def brier_score(probabilities: Tensor, correct: Tensor) -> float:
 
 
 def _loss(observed: Observed, temperature: float) -> float:
-    """Return the loss of the module's docstring, in nats a token."""
     right = log_probabilities_at(observed.curves, temperature).double().clamp(max=_LARGEST_LOG)
     wrong = (-torch.expm1(right)).log()
     return float(-torch.where(observed.correct, right, wrong).mean())

@@ -54,7 +54,6 @@ class SpecialTokens:
     """Token ids that decoding treats specially."""
 
     eos: frozenset[int]
-    """Ids that end a sequence at once."""
     never_emitted: frozenset[int]
     """Ids that are never chosen as output: mask and padding."""
 

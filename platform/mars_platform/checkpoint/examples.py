@@ -92,7 +92,6 @@ def read_card(path: Path) -> str | None:
 
 
 def _plain(prompt: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Return the messages of a prompt that is short and plain text, else nothing."""
     messages, length = list[dict[str, str]](), 0
     for each in prompt:
         role, content = each.get("role"), each.get("content")

@@ -13,10 +13,8 @@ from mars_platform.errors import UserError
 
 
 def write_whole(directory: Path, name: str, text: str) -> Path:
-    """Write a file of a checkpoint, replacing an existing one; see `replacing`.
-
-    Returns:
-        The file's path.
+    """Write a file of a checkpoint, replacing an existing one, and return its path; see
+    `replacing`.
 
     Raises:
         UserError: the file cannot be written.

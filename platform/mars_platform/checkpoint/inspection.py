@@ -32,9 +32,7 @@ class Inspection:
     """Facts about a model that its files state; None for what only transformers knows."""
 
     path: Path
-    """Directory of the model."""
     max_length: int | None
-    """Tokens of the model's context."""
     vocabulary_size: int | None
     """Rows of the embedding."""
     mask_token_id: int | None

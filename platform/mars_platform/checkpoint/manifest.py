@@ -250,7 +250,6 @@ def _local_files(directory: Path) -> Iterator[str]:
 
 
 def _present(file_system: Any, directory: str) -> Iterator[str]:
-    """Yield the names of all files below a directory on an fsspec file system."""
     if isinstance(file_system, LocalFileSystem):
         yield from own_files(Path(directory))
         return

@@ -66,8 +66,6 @@ def build_cli() -> typer.Typer:
 
 
 def _broken(name: str, error: Exception) -> Callable[[], None]:
-    """Return the command that stands in for one that cannot be loaded."""
-
     def command() -> None:
         raise UserError(
             f"marsray {name} cannot be loaded ({one_line(error)}); run marsray doctor, which says "

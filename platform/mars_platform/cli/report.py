@@ -41,7 +41,6 @@ class Column:
     """Format specification of the value, as in an f-string."""
     justify: Literal["left", "right"] = "left"
     overflow: Literal["ellipsis", "fold"] = "ellipsis"
-    """Treatment of text that is wider than the column."""
     no_wrap: bool = False
 
     def value_of(self, row: Any) -> Any:

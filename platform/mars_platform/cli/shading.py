@@ -7,7 +7,6 @@ from rich.text import Text
 
 _SHADES = ("black on light_sky_blue1", "black on light_goldenrod1")
 _COLOURLESS = ("", "underline")
-"""Styles where NO_COLOR is set."""
 _CONTROL = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
 _CONTROL |= {0x7F: "\u2421", **dict.fromkeys(range(128, 160), "�")}
 

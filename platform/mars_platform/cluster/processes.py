@@ -18,7 +18,6 @@ import httpx
 from mars_platform.errors import Stopped, UserError, one_line
 
 MAX_ATTEMPTS = 3
-"""Times that `attempt` tries to start something."""
 
 _START_TIMEOUT_S = 600.0  # a busy machine may start Ray several times
 _STOP_TIMEOUT_S = 60.0

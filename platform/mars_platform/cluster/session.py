@@ -90,7 +90,6 @@ def _start_local(settings: ClusterSettings, min_cpus: int) -> None:
 
 @contextmanager
 def _added_to_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set the variables that are not set yet; processes started within the block inherit them."""
     added = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ.update(added)
     try:

@@ -56,11 +56,7 @@ def read_contents(url: str, columns: ColumnNames) -> Iterator[bytes]:
 
 
 def _array_items(reader: io.TextIOWrapper) -> Iterator[bytes]:
-    """Yield the text of each item of the JSON array at the beginning, and hold a few at a time.
-
-    Raises:
-        ValueError: an item is not JSON or too long, or the array has no end or is not all.
-    """
+    """Yield the text of each item of the JSON array at the beginning, and hold a few at a time."""
     while reader.read(1) != "[":
         pass  # white space before the array
     text, at = "", 0
@@ -146,7 +142,6 @@ def _table_rows(handle: IO[bytes], columns: ColumnNames, *, is_parquet: bool) ->
 
 
 def _names_to_read(names: list[str], columns: ColumnNames) -> list[str]:
-    """Return the columns of a table that rows are read from."""
     if problem := missing_column(columns, names):
         raise ValueError(problem)
     known = {*KNOWN_COLUMNS, *columns.values()}

@@ -34,7 +34,6 @@ _VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_]
 
 
 def _check_texts(value: Any) -> Any:
-    """Refuse a JSON value with a text that no tokenizer takes."""
     try:
         (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).encode()
     except UnicodeEncodeError as error:
@@ -202,7 +201,6 @@ def is_correct(response: str, answer: str) -> bool:
 
 
 def _behind_mark(text: str) -> str:
-    """Return the text behind the last mark; the empty text if there is no mark."""
     return _MARKS.split(text)[-1].strip() if _MARKS.search(text) else ""
 
 

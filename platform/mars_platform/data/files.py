@@ -72,7 +72,6 @@ def _find(source: str, setting: str) -> list[str]:
 
 
 def _shown(names: Iterable[str], root: str) -> list[str]:
-    """Return the names without those that are hidden below ``root``."""
     return [name for name in names if "/." not in name.removeprefix(root.rstrip("/"))]
 
 

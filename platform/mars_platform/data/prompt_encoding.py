@@ -70,7 +70,6 @@ class Encoded:
     ids: list[int]
     """Token ids, those that the tokenizer adds included."""
     encoding: Encoding
-    """What the tokenizer returned."""
     num_before: int = 0
     """Number of ids before those in ``encoding``."""
 
@@ -101,7 +100,6 @@ class PromptEncoder:
         backend.no_truncation()
         backend.no_padding()
         self.control = control_tokens(tokenizer, ids)
-        """The control tokens by id."""
         texts = [token.content for token in self.control.values()]
         self.tokenizer = tokenizer
         self._occurrence = _any_of(self.control.values())

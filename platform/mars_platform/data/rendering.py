@@ -251,11 +251,9 @@ class _Renderer:
         return THINKING_BEGIN + self.written(thinking) + THINKING_END + self.written(content)
 
     def shielded(self, value: Any) -> Any:
-        """Return a value from outside, shielded if there is a shield."""
         return value if self.shield is None else self.shield.of(value)
 
     def written(self, text: str) -> str:
-        """Return a text that a model wrote or is to write, shielded if there is a shield."""
         return text if self.shield is None else self.shield.of_answer(text)
 
 

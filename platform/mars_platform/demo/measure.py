@@ -55,9 +55,7 @@ class DemoResult:
     correct: list[bool] = field(default_factory=list)
     """Whether the answer is right, for each item that many users asked."""
     num_tokens: int = 0
-    """Output tokens of these answers."""
     num_passes: int = 0
-    """Forward passes of these answers."""
     round_tokens_per_s: dict[int, list[float]] = field(default_factory=dict)
     """Output tokens a second of all users together, for each round, by the number of users."""
 

@@ -22,7 +22,6 @@ class DemoServer:
     """A running server."""
 
     base_url: str
-    """URL of the API, with its version."""
     page_url: str
     _process: subprocess.Popen[bytes]
 

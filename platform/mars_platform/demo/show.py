@@ -51,10 +51,8 @@ class _Demo:
     work: Path
     """Directory of data, runs and models."""
     environment: dict[str, str]
-    """Variables of the commands that the demo starts."""
     started: float = field(default_factory=time.monotonic)
     seconds: dict[str, float] = field(default_factory=dict)
-    """Duration of each part."""
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:

@@ -25,7 +25,6 @@ SETTINGS = [
     _EXACT,
     *(DemoSetting(MARS_MODEL, Mode.THRESHOLD, threshold) for threshold in _THRESHOLDS),
 ]
-"""Rows of the table, from top to bottom."""
 _NUMS_USERS = (ONE_USER, MANY_USERS)
 _SMALL_LOSS = 0.02
 """Share of right answers that the advice takes as a fair price for speed."""

@@ -63,14 +63,8 @@ def sees(query: RowSlots, key: RowSlots, oldest: Tensor | None = None) -> Tensor
 def visibility(document: Tensor, position: Tensor, block: Tensor, noisy: Tensor) -> Tensor:
     """Return the attention mask of packed training rows, by the rule of `sees`.
 
-    Args:
-        document: int [rows, slots].
-        position: int [rows, slots].
-        block: int [rows, slots].
-        noisy: bool [rows, slots].
-
-    Returns:
-        bool [rows, slots (query), slots (key)], true where the query may see the key.
+    All arguments are [rows, slots], integers but for ``noisy``, which is bool. The result is bool
+    [rows, slots (query), slots (key)], true where the query may see the key.
     """
     columns = (document, position, block, noisy)
     query = RowSlots(*(column[:, :, None] for column in columns))
@@ -110,16 +104,7 @@ def log_probabilities(logits: Tensor) -> Tensor:
 
 
 def confidence_of(log_probabilities: Tensor, tokens: Tensor, measure: Confidence) -> Tensor:
-    """Return the same as `confidence`, from log-probabilities that are already known.
-
-    Args:
-        log_probabilities: float32 [..., vocabulary].
-        tokens: int64 [...].
-        measure: the measure to compute.
-
-    Returns:
-        float32 [...].
-    """
+    """Return the same as `confidence`, from ``log_probabilities``, float32 [..., vocabulary]."""
     if measure is Confidence.ENTROPY:
         finite = log_probabilities.clamp(min=torch.finfo(torch.float32).min)  # 0 * -inf is NaN
         negative_entropy: Tensor = torch.linalg.vecdot(log_probabilities.exp(), finite)

@@ -43,7 +43,6 @@ class AttentionCall(NamedTuple):
     value: Tensor
     """[rows, kv_heads, positions, value_dim]."""
     scaling: float
-    """Factor of the scores."""
     window: int | None
     softcap: float | None
     sinks: Tensor | None

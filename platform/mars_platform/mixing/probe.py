@@ -52,7 +52,6 @@ class Probe:
     scans: tuple[ScanSpec, ...]
     convolutions: tuple[ConvSpec, ...]
     tokens: list[int]
-    """Random token ids."""
     logits: Tensor
     """float32 [tokens, vocabulary], the logits behind each."""
 

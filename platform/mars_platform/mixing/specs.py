@@ -28,7 +28,6 @@ class AttentionSpec:
     layer: int
     """Index that the layer gives itself."""
     heads: int
-    """Number of query heads."""
     kv_heads: int
     key_dim: int
     """Numbers in a head's key, as in its query."""

@@ -102,9 +102,8 @@ def most_depth(text: bytes) -> int:
 def _outside_strings(text: bytes, in_string: bool) -> tuple[NDArray[np.uint8], bool]:
     """Return the bytes of a piece of JSON that belong to no string, and whether it ends in one.
 
-    Args:
-        text: the piece; it does not end within an escape sequence.
-        in_string: whether it begins within a string.
+    ``text`` does not end within an escape sequence; ``in_string`` says whether it begins in a
+    string.
     """
     plain = text.replace(rb"\\", b"").replace(rb"\"", b"")  # now every quote begins or ends one
     codes = np.frombuffer(plain, np.uint8)
@@ -115,7 +114,6 @@ def _outside_strings(text: bytes, in_string: bool) -> tuple[NDArray[np.uint8], b
 
 
 def _runs(flags: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return the lengths of all runs of true values, empty ones included."""
     return np.diff(np.flatnonzero(~flags), prepend=-1, append=len(flags)) - 1
 
 

@@ -100,7 +100,6 @@ class KeyRing:
         """Whether the server has no keys, so that requests need none."""
         is_trusted = trusts_anyone and self.is_open
         self.anyone = Caller("", is_admin=is_trusted, may_control=is_trusted)
-        """Caller without a key."""
         self._callers = _by_digest(entries or [])
 
     def find(self, key: bytes) -> Caller | None:

@@ -91,8 +91,6 @@ class Account:
 
 
 class _Running:
-    """A running request, whose tokens are charged while it generates."""
-
     def __init__(self, num_tokens: Callable[[], int]) -> None:
         self._num_tokens = num_tokens
         self._num_charged = 0
@@ -108,7 +106,6 @@ class KeyUsage:
     """The running requests and accounts of one key."""
 
     pace: QueuePace
-    """Tells at which pace the key's requests end."""
     running: set[_Running] = field(default_factory=set)
     accounts: dict[str, Account] = field(default_factory=dict)
     """Accounts of the limited quantities, by name: ``requests`` or ``tokens``."""

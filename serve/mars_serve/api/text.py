@@ -70,7 +70,6 @@ class StopRules:
     strings: tuple[str, ...] = ()
     """Stop strings, none of them empty."""
     tokens: frozenset[int] = frozenset()
-    """Token ids at which the engine ends the output."""
     in_output: bool = False
     """Whether the text includes the string or token that ended it."""
     min_tokens: int = 0
@@ -123,7 +122,6 @@ class OutputText:
         self._rules = rules
         self._held = ""
         self._length = 0
-        """Number of characters released."""
         self._num_tokens = 0
 
     def push(

@@ -55,7 +55,6 @@ class Governor:
         self._decide = decide
         self._clock = clock
         self._used_s: dict[str, float] = {}
-        """Time of each model's latest call."""
         self._id = uuid.uuid4().hex
         self._published: dict[str, PublishedThreshold] = {}
         self._outdated: dict[str, float] = {}
@@ -63,7 +62,6 @@ class Governor:
         hand here."""
         self._loops: dict[str, OuterLoop] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        """The tasks that take each model's decisions."""
         self._dashboards: dict[str, ModelDashboard] = {}
         self._loras: dict[str, LoraChanges] = {}
         self._changed = asyncio.Event()
@@ -151,15 +149,10 @@ class Governor:
     ) -> tuple[SavedState, int | None, float]:
         """Exchange views with the cluster's controller, which calls this about once a second.
 
-        Args:
-            model: name of the model.
-            ready: names of its replicas that serve.
-            num_target: replicas that are ordered.
-            known: state that the last call returned, from which a new governor continues.
-
-        Returns:
-            The state to hand in next time, the number of replicas decided on (None before the
-            first decision) and the age of that decision in seconds.
+        ``ready`` are the names of the replicas that serve, ``num_target`` are ordered, and a new
+        governor continues from ``known``, the state that the last call returned. Returned are the
+        state to hand in next time, the number of replicas decided on (None before the first
+        decision) and the age of that decision in seconds.
         """
         self._use(model)
         loop = self._loops.setdefault(model, OuterLoop(self._decide))

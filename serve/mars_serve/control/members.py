@@ -27,7 +27,6 @@ class Change:
     """A change at a replica that the dashboard reports."""
 
     before: ReplicaReport | None
-    """Its report before the change; None for a replica that has come."""
     after: ReplicaReport | None
     """Its report since; None for one that has gone."""
 

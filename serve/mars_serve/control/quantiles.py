@@ -17,12 +17,10 @@ def increments(now: Sequence[int], before: Sequence[int]) -> dict[int, int]:
 
 
 def quantile(bounds: Sequence[float], counts: Mapping[int, int], share: float) -> float | None:
-    """Return the value below which a share of the counted values lies; None without any.
+    """Return the value below which a share, in (0, 1], of the counted values lies; None without
+    any.
 
-    Args:
-        bounds: upper ends of the buckets, rising; values above all of them count as the last.
-        counts: numbers of values by the bucket's index.
-        share: the share, in (0, 1].
+    ``bounds`` are upper ends of the buckets, rising; values above all of them count as the last.
     """
     wanted = share * sum(counts.values())
     if not wanted:

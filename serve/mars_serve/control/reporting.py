@@ -24,16 +24,11 @@ async def report_forever(
     reports: Callable[[], Iterable[tuple[Any, ...]]],
     take: Callable[[list[Any]], None] = lambda _: None,
 ) -> None:
-    """Report again and again.
+    """Report again and again by calling ``method`` of the governor that ``client`` leads to.
 
     No report waits for anything but the answer to the one before it. One that is lost costs
-    nothing, since reports hold totals.
-
-    Args:
-        client: leads to the governor.
-        method: name of a method of `Governor`.
-        reports: returns the arguments of one call or several.
-        take: takes the answers to these calls.
+    nothing, since reports hold totals. ``reports`` returns the arguments of one call or several,
+    and ``take`` takes the answers.
     """
     while True:
         try:

@@ -85,7 +85,6 @@ class RequestQueue:
         engines: Engines,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start empty."""
         self.num_arrived = self.prompt_tokens = 0
         """Requests that have arrived since the start, and their prompt tokens."""
         self._engines = engines
@@ -354,7 +353,6 @@ class RequestQueue:
                 raise QueueFull(f"the request would come {late_s:.1f} s too late", late_s)
 
     def _withdraw(self, given: asyncio.Future[Lease]) -> None:
-        """Take back a lease whose request was cancelled in the same instant."""
         if given.cancelled() or given.exception() is not None:
             return
         lease = given.result()

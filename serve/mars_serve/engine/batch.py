@@ -42,9 +42,7 @@ class BatchRow:
     state: RowState | None = None
     """Slots of recurrent layers; None if the model has none."""
     num_masks: int = field(init=False)
-    """Masks of all groups together."""
     length: int = field(init=False)
-    """Number of positions of the row."""
 
     def __post_init__(self) -> None:
         self.num_masks = sum(self.masks)

@@ -157,9 +157,7 @@ class Thinking:
     """Where an output's thinking begins and ends, for its budget or for a grammar behind it."""
 
     begin: int
-    """Token that begins thinking."""
     end: int
-    """Token that ends thinking."""
     has_begun: bool
     """Whether the prompt ends inside of thinking."""
     may_begin: bool = True
@@ -179,7 +177,6 @@ class DecodingOptions:
     threshold: float | None = 0.95
     """τ in (0, 1], in mode threshold; None follows the engine's live τ from step to step."""
     confidence: Confidence = Confidence.PROBABILITY
-    """Measure that is compared with τ."""
     window: int | None = None
     """Masks a step, in mode exact masks of each outcome; None lets the engine choose from 0 to the
     block size."""

@@ -26,7 +26,6 @@ class DecodingPlan:
     """
 
     threshold: float
-    """τ; 1.0 outside mode threshold."""
     window: int | None
     """Masks of a row, in mode exact of each outcome; 0 if rows feed none, and None for the model's
     block size or what the engine chooses."""

@@ -79,16 +79,9 @@ class Engine:
     ) -> None:
         """Load a checkpoint's weights, or take over ``model``, and reserve the KV cache.
 
-        Args:
-            checkpoint: the model to decode with.
-            settings: sizes and options.
-            model: a model to take over instead of loading; its attention and linear layers change.
-            dtype: type of the weights to load.
-            device: device of the model and the KV cache.
-            draw_accepted: function from a request and the number of its proposals to the number
-                that is accepted, in place of the acceptance rules; for timing untrained weights.
-            live: initial value of the attribute of that name.
-            attention_of: chooses the attention backend; see `choose_attention`.
+        The attention and linear layers of ``model`` change. ``draw_accepted`` returns how many of a
+        request's proposals are accepted, in place of the acceptance rules, to time untrained
+        weights. ``attention_of`` chooses the attention backend, see `choose_attention`.
 
         Raises:
             UserError: the weights cannot be loaded, the model cannot be served, or the pages do not
@@ -161,7 +154,6 @@ class Engine:
         self.on_launch: Callable[[Sequence[ScheduledRow]], None] | None = None
         """Called with the rows of each step before it starts."""
         self._step_live = live
-        """Live decoding of the current step."""
         self._requests: dict[str, Request] = {}
         self._deadlines = Deadlines()
         self._overdue: list[StepOutput] = []
@@ -467,7 +459,6 @@ class Engine:
                 self._scheduler.commit_cached(row)
 
     def _commit_row(self, row: ScheduledRow, result: Accepted) -> StepOutput:
-        """Enter a row's tokens, log-probabilities of the prompt, or both into its request."""
         request, threshold = row.request, row.request.plan.threshold
         is_first = request.num_output == request.num_scored == 0
         request.num_scored += len(result.prompt_logprobs)

@@ -25,7 +25,6 @@ class KeyTurns:
     """
 
     def __init__(self, times: StepTimes) -> None:
-        """Start without rows, given measured times of steps."""
         self._times, self._smallest_s = times, float(times.at(1, 0))
         self._most_s = max(_LEAST_S, _SMALLEST_STEPS * self._smallest_s)
         self._heavy: str | None = None

@@ -22,7 +22,6 @@ class LoraSlots:
         self._slots = OrderedDict[str, int]()  # by the adapter's sum, the next to be evicted first
         self._holders = [0] * num_slots
         self.num_loads = 0
-        """Adapters that were put into a slot."""
 
     def may_hold(self, request: Request, drained: set[str]) -> bool:
         """Return whether there is a slot for a request's adapter.

@@ -103,7 +103,6 @@ class WindowPages:
         return self._oldest(num_pages * self.pool.page_size) // self.pool.page_size
 
     def _give_back(self, request: Request, end: int) -> None:
-        """Give back the pages before ``end``."""
         held, begin = request.window_pages, end
         while begin and held[begin - 1] != self._none:
             begin -= 1

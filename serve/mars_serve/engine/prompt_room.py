@@ -32,13 +32,7 @@ class PromptRoom:
     def __init__(
         self, times: StepTimes, num_rows: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Start without requests.
-
-        Args:
-            times: measured times of steps.
-            num_rows: rows of the longest step of these.
-            clock: returns the time in seconds.
-        """
+        """Start without requests, given the times of steps of ``num_rows`` rows at most."""
         self._times, self._clock = times, clock
         self._active = OrderedDict[str, float]()
         """Time of the latest request of each active key, the oldest first."""
@@ -47,7 +41,6 @@ class PromptRoom:
         self._pair_s = max(wide - narrow, 0.0) / far / max(most / num_rows - 1, 1)
         """Seconds that each further position of a row takes for each cached token of the row."""
         self.turns = KeyTurns(times)
-        """Chooses among rows while `has_several` keys."""
         self.most: int | None = None
         """Positions that the first prompt of the latest step might have; None before it."""
         self._left: int | None = None

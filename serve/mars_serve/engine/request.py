@@ -152,11 +152,9 @@ class Request:
     arrival: int = -1
     """Number in the order of arrival, set by the scheduler."""
     page_keys: list[bytes] = field(default_factory=list)
-    """Content keys of the leading full pages, computed on demand."""
     num_prefix_hit_tokens: int = 0
     """Prompt tokens found in the prefix cache before the request was first preempted."""
     num_preemptions: int = 0
-    """Number of times that the request gave its pages up for another."""
     drafts: list[Draft] = field(default_factory=list)
     """Drafts behind the committed tokens, to be checked."""
     num_own_drafts: int = 0

@@ -43,15 +43,7 @@ class Scheduler:
         window: int,
         max_drafts: int | None = None,
     ) -> None:
-        """Start without requests.
-
-        Args:
-            memory: pages that the requests share.
-            max_num_seqs: most rows of a step.
-            max_num_batched_tokens: most positions of a step.
-            window: the model's block size, 0 for a plain AR model.
-            max_drafts: most drafts of a row; by default the window.
-        """
+        """Start without requests; ``window`` is the block size, 0 for a plain AR model."""
         assert max_num_batched_tokens > window, "one row and its window must fit a step"
         self.memory = memory
         self.max_num_seqs = max_num_seqs
@@ -99,9 +91,7 @@ class Scheduler:
     def schedule(self, choose_masks: ChooseMasks | None = None) -> list[ScheduledRow]:
         """Return the rows of the next step, in order, with pages allocated for each.
 
-        Args:
-            choose_masks: returns the masks of the running requests whose masks the engine chooses;
-                without it, they get the full window.
+        Without ``choose_masks`` requests whose masks the engine chooses get the full window.
         """
         self.memory.settle(self.running)
         self._admit()

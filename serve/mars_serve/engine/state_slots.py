@@ -137,7 +137,6 @@ class StateSlots:
                 self.pool.release(page, goes_first=True)
 
     def _drop_snapshots(self, state: RowState) -> None:
-        """Give back the slots of snapshots that were not taken."""
         self._num_spare += len(state.snapshots)
         while state.snapshots:
             self._drop(state.snapshots.pop()[1])

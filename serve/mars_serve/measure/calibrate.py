@@ -48,10 +48,8 @@ class CalibrationRun:
     device: str
     dtype: str
     measured: MeasuredCalibration
-    """Calibration with its reliability diagrams."""
     frontier_file: Path
     frontier: MeasuredFrontier
-    """Frontier with the load that its capacity is computed for."""
 
 
 def calibrate_model(options: CalibrateOptions, console: Console) -> CalibrationRun:

@@ -41,7 +41,6 @@ class PointPair:
 
     candidate: FrontierPoint
     current: FrontierPoint
-    """Point of the checkpoint in service."""
     loss: Estimate
     """Points of quality that the candidate loses, paired by item."""
     allowed_loss: float
@@ -71,17 +70,11 @@ class PointPair:
 
 
 def promote(candidate: Path, service: Path, gate: Gate | None) -> list[PointPair]:
-    """Point a link to a checkpoint.
+    """Point a link to a checkpoint or adapter with frontier.json, and return the compared points.
 
-    Args:
-        candidate: directory of the checkpoint or adapter, with frontier.json. All of its files are
-            read once; it gets a manifest if it has none.
-        service: the link; a link that does not exist yet is made without a comparison.
-        gate: limits of how much worse the candidate may be; None compares nothing and reads nothing
-            of the checkpoint in service.
-
-    Returns:
-        The compared points, mode ar first; empty if nothing was compared.
+    All files of the candidate are read once; it gets a manifest if it has none. A ``service`` that
+    does not exist yet is made without a comparison, as is any without a ``gate``, the limits of how
+    much worse the candidate may be. Mode ar is the first of the points.
 
     Raises:
         UserError: the candidate is worse, damaged or incomplete, a frontier cannot be used, the

@@ -23,14 +23,9 @@ def autoscaling_basis(
 ) -> AutoscalingBasis | None:
     """Make the basis of a model's autoscaling; None if its τ is not autoscaled.
 
-    A frontier that is refused is logged as an error; only τ = 1 remains, with the step times that
-    the engine has measured. A frontier of other hardware or another number type is used and logged
-    as a warning.
-
-    Args:
-        settings: the model's settings.
-        engine: its engine, warmed up.
-        times: step times that the engine has measured.
+    A frontier that is refused is logged as an error; only τ = 1 remains, with ``times``, the steps
+    that the engine has measured. A frontier of other hardware or another number type is used and
+    logged as a warning.
     """
     autoscaling = settings.autoscaling
     if autoscaling is None or not settings.is_governed:

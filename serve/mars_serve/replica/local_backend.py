@@ -27,7 +27,6 @@ class LocalBackend(Generic[EngineT]):
         self.engine = engine
         self.governor = Governor()
         self.live = PublishedThreshold(0, threshold)
-        """The live τ."""
         self._replica = ReplicaTelemetry("model", "only", engine)
 
     async def complete(self, request: Request) -> list[StepOutput]:

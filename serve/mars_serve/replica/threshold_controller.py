@@ -32,7 +32,6 @@ class ThresholdController:
     """Applies the τ that the governor publishes; `take` and `step` belong to one thread."""
 
     basis: AutoscalingBasis | None = None
-    """Figures by which the model is autoscaled; None if it is not."""
     decision: InnerLoopDecision | None = None
     """Latest decision of the inner loop; a τ set by hand takes the place of its τ."""
     pace: float = 0.0
@@ -80,12 +79,8 @@ class InnerLoopController(ThresholdController):
     ) -> None:
         """Apply the target τ, or the initial one if it was set by hand.
 
-        Args:
-            engine: leads to the engine.
-            initial: the governor's value, as far as it is known.
-            basis: figures by which the model is autoscaled.
-            settings: settings of the model's autoscaling.
-            requests: returns what is known of the engine's requests.
+        ``initial`` is the governor's value, as far as it is known; ``requests`` returns what is
+        known of the engine's requests.
         """
         self.basis: AutoscalingBasis = basis
         self._settings = settings

@@ -70,10 +70,7 @@ class PulseReader:
 def watch(reader: PulseReader, engine: EngineClient, end: Callable[[], None]) -> None:
     """Start a daemon thread that watches an engine until it has ended.
 
-    Args:
-        reader: reads the engine's pulse.
-        engine: is told whether the engine is overdue, and asked whether it runs.
-        end: ends the engine at once.
+    The engine is told whether it is overdue, and asked whether it runs; ``end`` ends it at once.
     """
 
     def run() -> None:

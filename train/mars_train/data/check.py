@@ -58,7 +58,6 @@ class DataCheck:
     shown: list[str] = field(default_factory=list)
     """Texts of the first conversations, with what is supervised in brackets."""
     refusals: list[str] = field(default_factory=list)
-    """Reasons for which a run would be refused."""
 
     def figures(self) -> dict[str, Any]:
         """Return the check as values for JSON; those of tokens are null without a tokenizer."""

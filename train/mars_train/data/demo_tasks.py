@@ -49,7 +49,6 @@ class Task:
 
 
 TaskMaker = Callable[[random.Random], Task]
-"""Draws one task."""
 
 
 def draw_ledger(rng: random.Random, difficulty: int) -> Task:

@@ -167,11 +167,11 @@ def encode_conversation(
 
 
 def encode_rows(rows: pa.Table, tokenizer_path: str, settings: DataSettings) -> pa.Table:
-    """Encode rows with the columns ``file``, ``line`` and ``content``.
+    """Encode rows with the columns ``file``, ``line`` and ``content`` as a table of
+    ``ENCODED_SCHEMA``.
 
-    Returns:
-        A table of ``ENCODED_SCHEMA`` with a row for each row of the input, or several for one
-        whose turns need prompts of their own; see `render_turns`.
+    It has a row for each row of the input, or several for one whose turns need prompts of their
+    own; see `render_turns`.
     """
     encoder = _encoder(tokenizer_path)
     columns = [

@@ -36,14 +36,11 @@ _BATCH_ROWS = 256
 
 
 def prepare(settings: DataSettings, tokenizer_path: Path, output: Path) -> RowCounts:
-    """Read, check and tokenise the training files into a token store at ``output``.
+    """Read, check and tokenise the training files into a token store; return sums over their rows.
 
-    A JSONL file beside the store, ``REPORT_FILE``, lists every row that was dropped, cut or noted:
-    file, line, what, reason. It is written even if the data is refused. Files are streamed; memory
-    use is under 100 bytes a row.
-
-    Returns:
-        Sums over the input's rows.
+    A JSONL file beside the store at ``output``, ``REPORT_FILE``, lists every row that was dropped,
+    cut or noted: file, line, what, reason. It is written even if the data is refused. Files are
+    streamed; memory use is under 100 bytes a row.
 
     Raises:
         UserError: a file is missing or broken, more rows are bad than allowed, none is usable, or

@@ -28,10 +28,8 @@ class RowCounts:
 
     num_files: int = 0
     num_examples: int = 0
-    """Usable rows."""
     num_tokens: int = 0
     num_supervised: int = 0
-    """Supervised tokens of the usable rows."""
     num_truncated: int = 0
     """Usable rows that were cut to ``data.max_length``."""
     num_noted: int = 0
@@ -39,7 +37,6 @@ class RowCounts:
     num_with_end: int = 0
     """Usable rows in which an end token is supervised."""
     num_bad: int = 0
-    """Rows that were dropped."""
     max_token_id: int = 0
     shapes: Counter[str] = field(default_factory=Counter)
     """Usable rows of the files that were read as each shape."""

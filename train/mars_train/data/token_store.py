@@ -111,11 +111,8 @@ class TokenStoreWriter:
     ) -> None:
         """Add rows.
 
-        Args:
-            keys: [rows, 2], number of the input file, and line in it.
-            lengths: [rows], tokens of each row.
-            tokens: [tokens], the tokens of all rows one after the other.
-            supervised: [tokens], whether each token is supervised.
+        ``keys`` are [rows, 2], number of the input file and line in it, and ``lengths`` [rows];
+        ``tokens`` and ``supervised``, [tokens], are those of all rows one after the other.
         """
         assert len(keys) == len(lengths)
         assert lengths.sum() == len(tokens) == len(supervised)
@@ -153,7 +150,6 @@ def _read_header(file: Path) -> StoreHeader:
 
 
 def _map(file: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
-    """Map a file of exactly ``count`` elements into memory."""
     try:
         size = file.stat().st_size
     except OSError as error:

@@ -106,8 +106,6 @@ class _Stream:
 
 @dataclass(frozen=True)
 class _CleanStream:
-    """The clean stream of a batch, computed."""
-
     stream: _Stream
     hidden: Tensor  # [rows, length, width], last hidden states
     stored: StoredStream

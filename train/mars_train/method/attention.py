@@ -115,10 +115,8 @@ def mask_between(
 ) -> Tensor | BlockMask:
     """Return the attention mask of some slots of packed rows towards others, or themselves.
 
-    ``oldest``, int [rows, queries], limits what each query sees; see `sees`.
-
-    Returns:
-        bool [rows, 1, queries, keys] for SDPA, a block mask for flex attention.
+    It is bool [rows, 1, queries, keys] for SDPA, a block mask for flex attention. ``oldest``, int
+    [rows, queries], limits what each query sees; see `sees`.
     """
     if attention == "flex":
         return block_mask(queries, keys, oldest)
@@ -157,11 +155,7 @@ def block_mask(queries: RowSlots, keys: RowSlots, oldest: Tensor | None = None) 
 
 
 def _num_visible(queries: RowSlots, keys: RowSlots, oldest: Tensor | None) -> Tensor:
-    """Count the visible pairs of slots in each pair of blocks.
-
-    Returns:
-        int64 [rows, 1, blocks of queries, blocks of keys].
-    """
+    """Count the visible pairs of slots: int64 [rows, 1, blocks of queries, blocks of keys]."""
     rows, num_keys = keys.position.shape
     num_blocks = num_keys // FLEX_MULTIPLE
     keys = RowSlots(*(column[:, None, :] for column in keys))

@@ -140,12 +140,10 @@ class Objective(nn.Module):
 
     @torch.no_grad()
     def clean_logits(self, tokens: Sequence[int], block_size: int | None, mask_id: int) -> Tensor:
-        """Return the logits behind a sequence's tokens but the last, in the row of a batch.
+        """Return the logits behind a sequence's tokens but the last, [tokens - 1, vocabulary].
 
-        The same sequence stands before it in the row, with its noisy stream, and may not be seen.
-
-        Returns:
-            [tokens - 1, vocabulary].
+        The same sequence stands before it in the row of a batch, with its noisy stream, and may not
+        be seen.
         """
         ids, length = np.array(tokens), len(tokens) - 1
         layout = lay_out(ids, np.ones_like(ids, dtype=bool), block_size, mask_id)
@@ -174,11 +172,8 @@ class Objective(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the clean and noisy losses of labels, whose masks have a teacher.
 
-        Args:
-            hidden: [rows * slots, width], last hidden states.
-            batch: the batch.
-            teacher: [masked labels, width], hidden states that teach, without a gradient.
-            loss: terms of the loss; depths are not weighted here.
+        ``hidden``, [rows * slots, width], are last hidden states, and ``teacher``, [masked labels,
+        width], those that teach, without a gradient. Depths are not weighted here.
         """
         masked = batch.depths > 0
         clean = self._clean_losses(hidden, batch)
@@ -280,13 +275,8 @@ def _taught_losses(
 ) -> Tensor:
     """Return the mixture of the labels' and the teacher's losses, float32 [labels].
 
-    Args:
-        logits: [labels, vocabulary].
-        teacher: [labels, vocabulary], the teacher's logits.
-        labels: int64 [labels].
-        share: share λ of the teacher's loss.
-        soft: whether that is the divergence from its distribution or the loss of its likeliest
-            token.
+    ``logits`` and ``teacher`` are [labels, vocabulary], ``share`` is λ. If ``soft``, the teacher's
+    loss is the divergence from its distribution, otherwise that of its likeliest token.
     """
     ours = logits.float().log_softmax(-1)
     if soft:

@@ -20,8 +20,7 @@ from mars_train.storage.directories import Storage
 def check_before_start(directory: RunDirectory) -> Path | None:
     """Refuse unusable output, storage and model of a run's recipe, and data that is missing.
 
-    Returns:
-        The directory of the model to start from; None for a new one.
+    Returns the directory of the model to start from, None for a new one.
 
     Raises:
         UserError: a setting cannot be used; the message names it and the remedy.

@@ -33,7 +33,6 @@ from mars_train.stage.responses import Responder, append_responses, rows_to_answ
 from mars_train.storage.directories import SaveFailed, SingleWriter, Storage, fetch_shared
 
 STORE = "store"
-"""Name of the token store in a stage's directory."""
 
 _ORIGIN, _LENGTHS, _TOKENS = "origin.json", "lengths.npy", "tokens.npy"
 _POLL_S = 0.5
@@ -193,12 +192,7 @@ class Generation:
                 ray.kill(writer)  # frees the memory of its GPU for the workers of the next stage
 
     def _num_written(self, finished: Any) -> int:
-        """Return the number of shards that a finished call of a writer has written.
-
-        Raises:
-            UserError: the call names a mistake of the user's.
-            RuntimeError: it failed, or its process was lost too often.
-        """
+        """Return the number of shards that a finished call of a writer has written."""
         try:
             found: int | str = ray.get(finished)
         except ray.exceptions.RayError as error:

@@ -106,7 +106,6 @@ class _BoardReader:
             self._update(display)
 
     def _update(self, display: ProgressDisplay | None) -> Progress | None:
-        """Read the board once and show what is new."""
         if self.stop_wanted() and not self._stopping:
             self._stopping = True
             text = "stopping: the workers save a checkpoint first; a second Ctrl-C does not wait"

@@ -51,7 +51,6 @@ class Hardware:
     name: str
     num_devices: int
     memory: int
-    """Bytes of one device."""
     precision: Literal["bf16", "no"]
     speed: float
     """Operations a second of one device, in products of large matrices."""
@@ -87,7 +86,6 @@ class Proposal:
 
     text: str
     estimate: list[str]
-    """Lines on tokens, memory and time."""
 
 
 def propose(model: str, files: Sequence[str], hardware: Hardware) -> Proposal:

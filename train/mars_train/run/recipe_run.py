@@ -30,7 +30,6 @@ def run_recipe(recipe: Recipe, console: Console) -> Path:
 
 
 def _run(directory: RunDirectory, console: Console) -> None:
-    """Run what is left of a run."""
     base = check_before_start(directory)
     with directory.claimed():
         if directory.is_resumed():

@@ -34,7 +34,6 @@ class RunDirectory:
 
     recipe: Recipe
     path: Path
-    """Absolute path of the directory."""
 
     @property
     def model(self) -> Path:

@@ -123,7 +123,6 @@ class _Run:
     directory: RunDirectory
     storage: Storage
     start: Path
-    """Checkpoint that the next stage begins with."""
     held_out: HeldOutSet | None
     console: Console
     send: Send
@@ -289,7 +288,6 @@ class _Run:
             shutil.rmtree(self.storage.root)
 
     def _plot(self) -> None:
-        """Plot the curves of the stages trained so far."""
         write_curves(self.directory.histories(), self.directory.curves)
 
 
@@ -378,11 +376,7 @@ def _scaling_config(recipe: Recipe) -> ScalingConfig:
 
 
 def _fitted(trainer: TorchTrainer, stage: TrainedStage) -> Result:
-    """Run the trainer.
-
-    Raises:
-        RuntimeError: the workers failed too often; the message has the first failure's reason.
-    """
+    """Run the trainer."""
     try:
         result: Result = trainer.fit()
     except TrainingFailedError as error:

@@ -164,7 +164,6 @@ class _Run:
                 self._leave_out(name, error)
 
     def finish(self) -> None:
-        """End the runs at all trackers."""
         for name in list(self.running):
             self._attempt(name, "finish")
 

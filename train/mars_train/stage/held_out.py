@@ -41,7 +41,6 @@ class HeldOutSet:
     """Held-out conversations, both as prompts to decode from and with labels for the loss."""
 
     items: list[EvalItem]
-    """Prompts with their checkable answers."""
     rows: list[tuple[NDArray[np.int64], NDArray[np.bool_]]]
     """Token ids and a mask of the labels for each conversation's supervised turns, both [length].
     """

@@ -12,9 +12,7 @@ class Progress:
 
     stage: str
     step: int
-    """Optimizer steps done."""
     total_steps: int
-    """Optimizer steps of the stage."""
     loss: float
     """Loss of the last step, in nats per supervised label."""
     tokens_per_s: float
@@ -35,7 +33,6 @@ class Figures:
     """Figures of a step for trackers, by name."""
 
     step: int
-    """Optimizer steps done."""
     values: dict[str, float]
 
 

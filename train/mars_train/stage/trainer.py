@@ -74,7 +74,6 @@ class StageTrainer:
     """
 
     objective_type = Objective
-    """Class of the objective, which a subclass may change."""
 
     def __init__(self, job: StageJob, workers: Workers, reporter: HostConnection) -> None:
         self.job, self.workers, self.reporter = job, workers, reporter

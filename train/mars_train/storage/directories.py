@@ -185,7 +185,6 @@ class Storage:
         return target
 
     def _listed(self) -> list[str]:
-        """Return the names under the root, which need not exist."""
         if not self.file_system.isdir(self._root):
             return []
         return [Path(path).name for path in self.file_system.ls(self._root, detail=False)]

@@ -56,8 +56,6 @@ def load_shards(directory: Path, targets: Mapping[str, Tensor]) -> None:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A range of rows of one tensor in one file."""
-
     file: Any
     first: int
     end: int

@@ -106,13 +106,11 @@ class _DraftConfig(PeftConfig):
     """Content of ``adapter_config.json`` of an adapter that acts at masks only."""
 
     target_modules: list[str] = Field(min_length=1)
-    """Names of the adapted layers."""
     trainable_token_indices: dict[str, list[int]]
     """Ids of the tokens with a row of the adapter's own, by the embedding's name."""
     use_rslora: Literal[False] = False
     """Whether the scale's denominator is the rank's root."""
     layers_to_transform: None = None
-    """Layers of the model that are adapted; None for all."""
 
 
 @dataclass(frozen=True)
@@ -121,10 +119,8 @@ class Adapter:
 
     path: Path
     settings: AdapterSettings
-    """Rank, scale and the names of all adapted layers."""
     metadata: AdapterMetadata
     tokenizer: PreTrainedTokenizerBase
-    """The model's tokenizer with the mask token."""
 
     def attach(self, model: PreTrainedModel) -> None:
         """Attach this adapter, with its weights, to the model that it belongs to, in place.

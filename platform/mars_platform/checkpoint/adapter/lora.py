@@ -52,7 +52,6 @@ class LoraWeights:
     products: Mapping[str, tuple[Tensor, Tensor]]
     """A, [rank, in_features], and B, [out_features, rank], by the layer's name in the model."""
     scale: float
-    """Factor of every product."""
     mask_row: Tensor | None = None
     """Row of the mask token in the embedding, [width]; None to leave the model's."""
 

@@ -135,7 +135,6 @@ class _Blocks:
         """Texts of the open block of thinking."""
 
     def add(self, piece: Piece) -> Iterator[Event]:
-        """Yield the events that a piece makes."""
         if isinstance(piece, CallPart):
             yield from self._add_call(piece)
         elif isinstance(piece, Thought):
@@ -148,7 +147,6 @@ class _Blocks:
             yield self._delta("text_delta", "text", piece)
 
     def close(self) -> Iterator[Event]:
-        """Yield the events that end the open block."""
         if self._kind == "thinking":
             text = "".join(self._thoughts)
             self._thoughts = []

@@ -38,7 +38,6 @@ class Answer:
     grammar_field: str | None = None
     """Field of the request that gave a grammar, for error messages."""
     created: int = field(default_factory=lambda: int(time.time()))
-    """Unix time in seconds."""
 
     def size_of(self, deltas: Sequence[Sequence[Delta]]) -> int:
         """Return about how many bytes of text take as long as writing the whole response."""

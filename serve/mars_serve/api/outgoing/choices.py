@@ -37,7 +37,6 @@ class CallPart:
     """The piece of one tool call that a forward pass produced."""
 
     index: int
-    """Index of the call in the message."""
     id: str | None = None
     """Id of the call; like the name, only in the call's first part."""
     name: str | None = None
@@ -114,14 +113,12 @@ class Passes:
 
     num_passes: int = 0
     num_tokens: int = 0
-    """Number of output tokens, up to the one that completed a stop string."""
     sum_threshold: float = 0.0
     min_threshold: float = 1.0
     max_threshold: float = 0.0
     num_thinking: int = 0
     """Number of output tokens of the model's thinking."""
     num_cached: int = 0
-    """Number of prompt tokens found in the KV cache."""
     queue_s: float = 0.0
     """Seconds in the queue before the first forward pass; the longest of several choices."""
     by_span: dict[Span, Passes] = field(default_factory=dict)
@@ -186,7 +183,6 @@ class Choice:
     has_ended: bool = False
     """Whether the last of it was taken."""
     _span: Span = field(init=False)
-    """Span of the next token."""
 
     def __post_init__(self) -> None:
         self._span = self.spans.start if self.spans else Span.ANSWER

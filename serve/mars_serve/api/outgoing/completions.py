@@ -90,11 +90,9 @@ class _OpenAiWriter(ABC):
         return sse({**self._chunk_head, "choices": [], "usage": self.usage()}) + DONE
 
     def failed(self, problem: ApiError) -> bytes:
-        """Return an event with the error."""
         return sse(problem.body())
 
     def usage(self) -> dict[str, Any]:
-        """Return the token counts."""
         counts = self.answer.counts
         return {
             "prompt_tokens": counts.prompt,

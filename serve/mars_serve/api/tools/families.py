@@ -122,4 +122,3 @@ PARSERS: dict[Family, type[ToolParser]] = {
     Family.MISTRAL_LIST: MistralParser,
     Family.MISTRAL_NAMED: MistralParser,
 }
-"""Parser class of each model family."""

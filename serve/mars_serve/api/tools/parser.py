@@ -39,7 +39,6 @@ class ToolStart:
     """The beginning of a call; its arguments follow."""
 
     index: int
-    """Index of the call in its turn."""
     id: str
     name: str
 
@@ -49,9 +48,7 @@ class ToolArguments:
     """The next piece of a call's arguments."""
 
     index: int
-    """Index of the call in its turn."""
     text: str
-    """A piece of JSON text."""
 
 
 ToolEvent = ContentDelta | ToolStart | ToolArguments
@@ -141,7 +138,6 @@ class ToolParser(ABC):
     # Reading and releasing text
 
     def _read(self) -> ReadsCharacter:
-        """Read and hold the next character."""
         while self._position == len(self._input):
             if self._is_last:
                 return ""

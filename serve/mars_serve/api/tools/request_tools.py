@@ -48,7 +48,6 @@ class RequestTools:
     is_forced: bool
     """Whether the output must consist of calls."""
     form: CallFormat
-    """Format in which the model writes calls."""
     call_tokens: CallTokens | None
     """Tokens that begin and end a call; None if the format has none."""
 

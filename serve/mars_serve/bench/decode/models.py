@@ -69,7 +69,6 @@ class BenchModel:
     """A model that can be made as often as contenders need it."""
 
     name: str
-    """Name that the user gave."""
     checkpoint: Checkpoint
     """Configuration, tokenizer and special tokens."""
     is_trained: bool

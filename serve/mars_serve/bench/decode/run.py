@@ -38,7 +38,6 @@ from mars_serve.measure.evaluation.items import read_items
 
 _MODES = (Mode.AR, Mode.THRESHOLD, Mode.EXACT)
 _NEED_MASKS = (Mode.THRESHOLD, Mode.EXACT)
-"""Contenders that a plain AR checkpoint cannot serve."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +47,7 @@ class Timing:
     seconds: float
     num_tokens: int
     num_passes: int
-    """Number of forward passes; see `DecodedRun`."""
     num_positions: int
-    """Number of positions in those passes; see `DecodedRun`."""
 
     @property
     def tokens_per_s(self) -> float:

@@ -35,9 +35,7 @@ class RaggedShape:
     """The ranges of the lengths of generated requests, drawn uniformly; both ends are included."""
 
     prompt: tuple[int, int] = (16, 256)
-    """Least and most prompt tokens."""
     output: tuple[int, int] = (16, 256)
-    """Least and most output tokens."""
 
     def check(self, max_length: int) -> None:
         """Refuse ranges that are empty or longer than the model's context.

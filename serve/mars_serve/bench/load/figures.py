@@ -25,7 +25,6 @@ class ClientFigures:
     num_ended: int
     """Number of requests that were served, rejected or failed."""
     num_served: int
-    """Number of requests that were served to their end."""
     slo_attainment: float | None
     """Share of the ended requests whose first token came in time; only served ones can."""
     ttft_p50_s: float | None
@@ -37,17 +36,13 @@ class ClientFigures:
     itl_p99_s: float | None
     """99th percentile of the time between two events with tokens."""
     e2e_p50_s: float | None
-    """Median time from sending to the end."""
     e2e_p99_s: float | None
     """99th percentile of the time from sending to the end."""
     threshold_mean: float | None
-    """τ that requests were served with, mean over the served requests."""
     threshold_min: float | None
-    """Lowest τ of any pass."""
     tokens_per_forward: float | None
     """Output tokens for each forward pass of the served requests."""
     tokens_per_s: float | None
-    """Output tokens of all requests for each second from the start to the last end."""
     num_tokens: int
     """Output tokens of all requests."""
     accuracy: Estimate | None
@@ -61,7 +56,6 @@ class ClientFigures:
     rejected_503: float | None
     """Share of the ended requests answered with status 503."""
     failed: int
-    """Number of ended requests that were neither served nor rejected."""
     errors: dict[str, int]
     """Number of rejected and failed requests, by kind of error."""
 

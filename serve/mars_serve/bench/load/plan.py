@@ -32,7 +32,6 @@ class PlannedRequest:
     """A request that is sent at its time, however the requests before it fare."""
 
     index: int
-    """Number of the request in the plan, from 0."""
     at_s: float
     """Seconds after the start at which it is due."""
     tier: Tier

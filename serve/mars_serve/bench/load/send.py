@@ -24,7 +24,6 @@ REJECTIONS = (429, 503)
 """Statuses of rejected requests: the key's rate is exceeded, or the server is full."""
 _JSON = {"Content-Type": "application/json"}
 _PERIOD_S = 1.0
-"""Seconds between two progress reports."""
 _TOO_MANY_FILES = (
     "sender: too many open files",
     "not the server's failure: this process may open no more connections; raise ulimit -Hn",
@@ -37,15 +36,12 @@ class SentRequest:
 
     request: PlannedRequest
     sent_s: float
-    """Time of sending."""
     end_s: float | None = None
     """Time of the end; None while the request runs, and after an interrupt."""
     token_s: array[float] = field(default_factory=lambda: array("d"))
     """Times of the events with tokens."""
     status: int | None = None
-    """Status of the response; None if there is none."""
     num_tokens: int = 0
-    """Number of output tokens received."""
     num_passes: int | None = None
     """Number of forward passes; None unless the request was served to its end."""
     threshold_mean: float | None = None
@@ -57,7 +53,6 @@ class SentRequest:
     correct: bool | None = None
     """Whether the answer is correct; None if it was not served or cannot be checked."""
     error: str | None = None
-    """Kind of error; None if there was none."""
     message: str = ""
 
     @property

@@ -307,11 +307,9 @@ class GatheredAttention:
         return split
 
     def _num_pages(self, row: BatchRow) -> int:
-        """Count the pages of a row's tokens, those of this step included."""
         return -(-(row.num_cached + row.num_tokens) // self.page_size)
 
     def _num_hidden(self, row: BatchRow) -> int:
-        """Count the leading pages of a row that none of its positions sees."""
         if not self._layers.is_bounded:
             return 0
         hidden: int = self._layers.oldest(row.num_cached) // self.page_size

@@ -109,7 +109,6 @@ class Attention(Protocol):
     """
 
     page_size: int
-    """Tokens in a page."""
 
     def prepare(self, batch: StepBatch) -> Any:
         """Return the attention metadata of a step: tensors on the device that layers share."""
@@ -128,19 +127,11 @@ class Attention(Protocol):
     ) -> Tensor:
         """Attend in one layer of a step, and cache the keys and values of its tokens.
 
-        Args:
-            layer: index of the layer.
-            query: [positions, heads, key_dim].
-            key: [positions, kv_heads, key_dim].
-            value: [positions, kv_heads, value_dim].
-            scaling: factor of the scores.
-            metadata: what `prepare` returned for the step.
-            softcap: largest size of a score, None for any.
-            sinks: [heads], a further score of each head, which has no value; None for none.
-            is_cached: whether the tokens' keys and values are cached already.
-
-        Returns:
-            [positions, heads, value_dim].
+        ``query`` is [positions, heads, key_dim], ``key`` [positions, kv_heads, key_dim], ``value``
+        [positions, kv_heads, value_dim], and the result [positions, heads, value_dim]. ``metadata``
+        is what `prepare` returned for the step, ``softcap`` the largest size of a score, and
+        ``sinks``, [heads], a further score of each head, which has no value. If ``is_cached``, keys
+        and values are cached already.
         """
 
     def recover(self) -> None:

@@ -52,11 +52,9 @@ class Tiling:
     """Query heads that a tile attends together, all or some of a key/value head's."""
     page_size: int
     block_n: int
-    """Keys in a block."""
     num_pieces: int
     """Pieces of a group of query heads that give each multiprocessor of the device a program."""
     largest_block: int = 128
-    """Most rows of a tile's matrix products."""
     fewest_blocks: int = 2
     """Blocks of keys below which a tile is not cut: combining would take longer."""
 

@@ -92,14 +92,11 @@ class _Suggestion(NamedTuple):
 
 
 class _Text:
-    """One request's text, and what was suggested to follow it."""
-
     def __init__(self, max_length: int, chances: MatchChances) -> None:
         self._index, self._chances = TokenIndex(max_length), chances
         self.least_chance = _LEAST_CHANCE
         """Probability below which a draft, with those before it, is not suggested."""
         self._length = 0
-        """Number of tokens of the text so far."""
         self._last: _Suggestion | None = None
         self._kept_place = 0
         """Place of the last long match, moved along with the text."""

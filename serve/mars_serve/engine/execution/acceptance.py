@@ -40,9 +40,7 @@ class Accepted:
     num_masks_accepted: int = 0
     """Leading proposals among them that were accepted."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Log-probability of each token, if the request wants them."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Log-probabilities of further prompt tokens, if the request wants them."""
     rejected: list[tuple[int, float]] = field(default_factory=list)
     """Proposals behind the tokens that were rejected, if the request wants them."""
 

@@ -54,7 +54,6 @@ class FaultIsolation:
         """Run steps with a runner; ``budget`` shrinks when one runs out of memory."""
         self._runner, self._memory, self.budget = runner, memory, budget
         self._num_failures = 0
-        """Number of the last steps that failed for every request."""
 
     def launch(self, rows: Sequence[ScheduledRow]) -> Step:
         """Start a step; never raises."""

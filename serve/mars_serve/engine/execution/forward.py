@@ -120,21 +120,11 @@ class ModelRunner:
         num_slots: int = 0,
         max_rank: int = 0,
     ) -> None:
-        """Take over a model; its attention and linear layers are changed in place.
+        """Take over a model on its device and in its type; attention and linear layers are changed.
 
-        Args:
-            model: on its device and in its type.
-            probe: the model's own logits, which it has to give over pages as well.
-            attention: owns the KV cache.
-            states: slots of recurrent layers, if there are any.
-            special: tokens that end a sequence, and tokens that are never emitted.
-            mask_token_id: id of the mask; None for a plain AR model.
-            max_length: most tokens of a request.
-            batch_invariant: see `EngineSettings`.
-            draw_accepted: see `Engine`.
-            temperatures: divisors of the logits by calibration, from depth 0.
-            num_slots: slots for LoRA adapters.
-            max_rank: highest rank of a LoRA adapter.
+        ``probe`` has the model's own logits, which it has to give over pages as well; ``states``
+        are the slots of recurrent layers, if there are any, and ``temperatures`` divisors of the
+        logits by calibration, from depth 0.
 
         Raises:
             UserError: the model does not give the logits of its own forward pass over pages; the

@@ -145,7 +145,6 @@ class GraphSizes:
     max_num_batched_tokens: int
     """Most positions of a step."""
     max_pages: int
-    """Most pages of a row."""
     has_adapter: bool = False
     has_slots: bool = False
 
@@ -355,7 +354,6 @@ class GraphedForward:
         return numbers
 
     def _send(self, numbers: Tensor) -> None:
-        """Copy a step's integers to the graphs' input."""
         self._numbers[: len(numbers)].copy_(numbers, non_blocking=True)
 
     def _on_fixed_addresses(

@@ -45,13 +45,11 @@ class PromptScores:
     """Log-probabilities of prompt tokens that a step computes."""
 
     rows: Sequence[ScheduledRow]
-    """Rows that score positions."""
     table: HostCopy
     """float64 [scored, 2 + 2 * tokens]: the log-probability of the token behind each position; its
     rank, which is 1 and the number of likelier tokens; the likeliest tokens there, likeliest first;
     and their log-probabilities."""
     num_top: int
-    """Number of likeliest tokens."""
 
     @classmethod
     def of(
@@ -64,12 +62,10 @@ class PromptScores:
     ) -> PromptScores:
         """Compute the log-probabilities of a step, and start to copy them to the host.
 
-        Args:
-            rows: rows of the step.
-            hidden: [scored, hidden_size], hidden states of the positions that rows score, in order.
-            tokens: int64 [scored], the token behind each of these positions.
-            logits_of: function from hidden states [n, hidden_size] to raw logits [n, vocabulary].
-            num_at_once: positions whose logits may exist at once.
+        ``hidden``, [scored, hidden_size], are hidden states of the positions that ``rows`` score,
+        in order, and ``tokens``, int64 [scored], the token behind each. ``logits_of`` makes raw
+        logits [n, vocabulary] of hidden states [n, hidden_size]; those of ``num_at_once`` positions
+        may exist at once.
         """
         scoring = [row for row in rows if row.request.scores_prompt]
         num_top = max(row.request.options.num_prompt_logprobs or 0 for row in scoring)
@@ -100,12 +96,9 @@ class PromptScores:
 
 
 def _scores(table: Tensor, tokens: Tensor, num_top: int) -> Tensor:
-    """Return the lines of `PromptScores.table` for some positions.
+    """Return lines of `PromptScores.table` for ``tokens``, int64 [positions].
 
-    Args:
-        table: float32 [positions, vocabulary], log-probabilities.
-        tokens: int64 [positions], the token behind each position.
-        num_top: number of likeliest tokens.
+    ``table`` has log-probabilities, float32 [positions, vocabulary].
     """
     own, top, values = log_probs_of(table, tokens, num_top)
     rank = 1 + (table > own[:, None]).sum(-1)

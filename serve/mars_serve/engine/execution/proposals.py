@@ -61,19 +61,11 @@ def first_reads(rows: Iterable[ScheduledRow]) -> list[int]:
 def propose(
     logits: Tensor, reads: Reads, banned: Tensor, choose_tokens: ChooseTokens | None = None
 ) -> Tensor:
-    """Choose the token at each read.
+    """Choose the token at each read, and return it with the bits of its float32 confidence.
 
     It is the likeliest one that may be emitted, unless ``choose_tokens`` replaces it; its
-    confidence is taken from the raw logits.
-
-    Args:
-        logits: float [reads, vocabulary], any float type. Overwritten: banned tokens become -inf.
-        reads: description of the logits, on their device.
-        banned: int64 [banned], tokens that are never emitted.
-        choose_tokens: function that chooses the tokens of some reads otherwise.
-
-    Returns:
-        int32 [reads, 2], token and the bits of its float32 confidence.
+    confidence is taken from the raw ``logits``, float [reads, vocabulary], which are overwritten:
+    ``banned`` tokens, int64 [banned], become -inf. The result is int32 [reads, 2].
     """
     parts = [
         _propose(*part, reads, banned, choose_tokens)

@@ -76,7 +76,6 @@ class _Step(NamedTuple):
     metadata: Any
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """See `Mixing.attend`."""
         parts = call.query_at(self.positions), call.key, call.value
         query, key, value = (part[0].transpose(0, 1) for part in parts)
         attended = self.attention.attend(

@@ -49,7 +49,6 @@ class StepTimer:
     run: Callable[[Rows], object]
     """Function that runs a step and waits for its results."""
     memory: Memory
-    """Memory of the steps' pages."""
     clock: Callable[[], float]
     """Function that returns seconds; see `clock_of`."""
 
@@ -75,7 +74,6 @@ class StepTimer:
         return [min(each) for each in taken]
 
     def _run_once(self, rows: Rows) -> float:
-        """Run a step, release its pages, and return its seconds."""
         begin = self.clock()
         self.run(rows)
         seconds = self.clock() - begin
@@ -89,13 +87,9 @@ class StepSizes:
     """Sizes of the steps that an engine can run, from which the timed ones are chosen."""
 
     max_num_seqs: int
-    """Most rows of a step."""
     max_num_batched_tokens: int
-    """Most positions of a step."""
     max_length: int
-    """Most tokens of a request."""
     window: int
-    """Most masks of a row."""
     widest_row: int | None = None
     """Most positions of a timed row; by default those of a row in mode threshold."""
     masks_apart: bool = False

@@ -1,9 +1,9 @@
 """Audits what an engine has served: it decodes a sample of the outputs again and compares.
 
 An output that was served with several tokens a pass becomes the drafts of a request in mode exact,
-which checks them several a pass up to the first one that differs. The engine
-steps such a request only while it has nothing else to do, or nothing that would take longer for it.
-Outputs that wait to be audited are held in memory, and neither they nor prompts are ever logged.
+which checks them several a pass up to the first one that differs. The engine steps such a request
+only while it has nothing else to do, or nothing that would take longer for it. Outputs that wait to
+be audited are held in memory, and neither they nor prompts are ever logged.
 """
 
 import random
@@ -34,11 +34,9 @@ class _Sample:
     passes: list[tuple[float, int]] = field(default_factory=list)
     """τ and number of tokens of each pass that gave some."""
     served: tuple[int, ...] = ()
-    """The output, once it is known."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and output."""
         return self.request.num_prompt + len(self.served)
 
     def outcome(self, diverged: int | None) -> AuditOutcome:

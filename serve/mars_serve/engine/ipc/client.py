@@ -118,13 +118,10 @@ class EngineClient:
     """
 
     def __init__(self, channel: Channel, worker: Worker, *, is_always_heard: bool = False) -> None:
-        """Wait until the engine is ready.
+        """Wait until the engine at the other end of ``channel`` is ready; ``worker`` runs it.
 
-        Args:
-            channel: leads to an `EngineWorker`.
-            worker: the process or thread in which that worker runs.
-            is_always_heard: whether the engine sends signs of life over this connection even when
-                no request of it runs, as it does to all but its starter.
+        An engine ``is_always_heard`` if it sends signs of life over this connection even when no
+        request of it runs, as it does to all but its starter.
 
         Raises:
             UserError: the model cannot be served.
@@ -134,7 +131,6 @@ class EngineClient:
         self._worker = worker
         self._is_always_heard = is_always_heard
         self._streams: dict[str, _Stream] = {}
-        """Requests that have not ended, by id."""
         self._cancelled: dict[str, _Stream] = {}
         """Cancelled requests, by id, of whose tokens the engine has yet to tell."""
         self._compiling: dict[str, str] = {}
@@ -164,11 +160,8 @@ class EngineClient:
         self._status = ready.status
         self._status_s = time.monotonic()
         self.basis = ready.basis
-        """Figures by which the model is autoscaled; None if it is not."""
         self.step_times = ready.times
-        """Times that the engine's steps are expected to take; None if they were not measured."""
         self.address = ready.address
-        """Address at which others may connect to the engine; None if they may not."""
         self.activity: object = None
         """Latest copy of the engine's `Observer`; None before its first report."""
         self._take_all(others)
@@ -268,7 +261,6 @@ class EngineClient:
 
     @property
     def _silent_s(self) -> float:
-        """Seconds without any message although some were due."""
         is_due = self._streams or self._is_always_heard
         return time.monotonic() - self._heard_s if is_due else 0.0
 
@@ -524,7 +516,6 @@ def _timeout(request: Request) -> QueueTimeout:
 
 
 def _raise_for(output: StepOutput, request: Request) -> None:
-    """Raise the error that an output reports, if any."""
     if output.finish_reason is FinishReason.ERROR:
         raise RequestFailed(output.error)
     if output.finish_reason is FinishReason.REFUSED:

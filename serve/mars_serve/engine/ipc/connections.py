@@ -45,7 +45,6 @@ class Connections:
         self._late_rule = SetLateRule(None)
         self._is_short_of_pages = False
         self._lock = threading.Lock()
-        """Held while grants and what belongs to them change."""
         self._is_closed = threading.Event()
 
     @property

@@ -87,18 +87,11 @@ class EngineWorker:
         host: str | None = None,
         auditor: Auditor | None = None,
     ) -> None:
-        """Prepare the worker; `run` does the work.
+        """Prepare the worker, which alone may use ``engine`` from now on; `run` does the work.
 
-        Args:
-            engine: a warmed-up engine; only the worker may use it from now on.
-            channel: leads to the starter.
-            observer: counts and times the requests.
-            on_closed: called in a thread of its own when the starter's end is closed.
-            basis: sent to the other ends.
-            times: sent to the other ends.
-            pulse: shows to whoever watches it that steps are being run.
-            host: address of the interface on which to accept further connections; None for none.
-            auditor: audits what is served; None for no audits.
+        ``on_closed`` is called in a thread of its own when the starter's end of ``channel`` is
+        closed; ``basis`` and ``times`` are sent to the other ends. Further connections are accepted
+        at the address ``host`` of an interface, if one is given.
         """
         self._engine = engine
         engine.on_launch = self._launching
@@ -119,7 +112,6 @@ class EngineWorker:
         self._compilers = Compilers(self._take_compiled)
         self._is_closed = False
         self._running: dict[str, Request] = {}
-        """The engine's requests by id."""
         self._held: dict[str, list[StepOutput]] = {}
         """Outputs, by request, that are sent together at the end."""
         self._is_short_of_pages = False

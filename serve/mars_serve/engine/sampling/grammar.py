@@ -105,12 +105,8 @@ class GrammarCompiler:
     ) -> None:
         """Start with an empty cache.
 
-        Args:
-            tokenizer: the model's tokenizer.
-            vocabulary: number of logits; ids beyond the tokenizer's are never allowed. An adapter's
-                mask may be a token without a logit.
-            end_tokens: the model's end tokens.
-            limits: limits of each grammar; by default `GrammarLimits()`.
+        ``vocabulary`` is the number of logits; ids beyond the tokenizer's are never allowed, and an
+        adapter's mask may be a token without a logit.
         """
         self._tokenizer = tokenizer
         self._size = vocabulary
@@ -523,7 +519,6 @@ def _check(parser: LLMatcher) -> None:
 
 
 def _reason(message: str) -> str:
-    """Return the reason in a message about a grammar."""
     reason = _shorten(message)
     return _NOTHING_FITS if reason == "NoExtensionBias" else reason
 

@@ -119,7 +119,6 @@ class GrammarTrial:
     """The process in which an engine's grammars are tried; any thread may use it."""
 
     def __init__(self) -> None:
-        """Start nothing yet."""
         self._lock = threading.Lock()
         self._process: _Process | None = None
 
@@ -204,13 +203,11 @@ class _Process:
         return answer
 
     def _is_ending(self) -> bool:
-        """Return whether the process has closed its sockets because it ends."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
         return not self.is_alive
 
     def end(self) -> None:
-        """End the process; trials that still run end on their own."""
         self._process.kill()
         self._process.wait()
         self._orders.close()

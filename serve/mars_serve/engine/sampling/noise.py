@@ -7,31 +7,22 @@ from torch import Tensor
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
-    """Return standard Gumbel noise for every token at some positions.
+    """Return standard Gumbel noise for every token at some positions, float32 [reads, vocabulary].
 
-    The noise is counter-based: each number is a function of (seed, position, token id) alone. The
-    random bits are integers and the same on every device; logarithms are taken in float64, so that
-    devices agree up to a rare last bit of the float32 result. All numbers are finite, from about
-    -3.6 to 36.7.
+    ``seeds`` and ``positions`` are int64 [reads]. The noise is counter-based: each number is a
+    function of (seed, position, token id) alone. The random bits are integers and the same on every
+    device; logarithms are taken in float64, so that devices agree up to a rare last bit of the
+    float32 result. All numbers are finite, from about -3.6 to 36.7.
 
     The bits are those of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
     generators, OOPSLA 2014): the token id is the counter of a generator whose state is the mixed
     seed and position.
-
-    Args:
-        seeds: int64 [reads].
-        positions: int64 [reads].
-        vocabulary: number of tokens.
-
-    Returns:
-        float32 [reads, vocabulary].
     """
     tokens = torch.arange(vocabulary, device=seeds.device)
     return noise_of(noise_keys(seeds, positions)[:, None], tokens)
 
 
 def _signed(bits: int) -> int:
-    """Return the int64 with these 64 bits."""
     return bits - 2**64 if bits >= 2**63 else bits
 
 

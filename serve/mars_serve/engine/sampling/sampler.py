@@ -187,17 +187,11 @@ def choose_tokens(logits: Tensor, rows: Sequence[SampledRow]) -> tuple[Tensor, T
 def log_probs_of(
     log_probabilities: Tensor, tokens: Tensor, num_top: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the log-probabilities of chosen tokens and of the likeliest ones.
+    """Return the log-probabilities of chosen tokens, float32 [reads], and of the likeliest ones.
 
-    Args:
-        log_probabilities: float32 [reads, vocabulary].
-        tokens: int64 [reads].
-        num_top: number of likeliest tokens, from 0 to the vocabulary.
-
-    Returns:
-        float32 [reads], log-probabilities of the tokens; int64 [reads, num_top], likeliest tokens,
-        likeliest first and the lowest id first among equals; float32 [reads, num_top], their
-        log-probabilities.
+    The latter are int64 [reads, num_top] tokens, likeliest first and the lowest id first among
+    equals, and their float32 log-probabilities. ``log_probabilities`` are float32 [reads,
+    vocabulary], ``tokens`` int64 [reads].
     """
     own = log_probabilities.gather(-1, tokens[:, None])[:, 0]
     # One integer orders by number, then by id, because topk promises no order among equals.
@@ -281,7 +275,6 @@ class _Walk:
 
     @property
     def is_last(self) -> bool:
-        """Whether the current wave chooses all remaining tokens."""
         return not self._is_chain or len(self.chosen) == len(self.row.reads) - 1
 
     def extend(self, token: int) -> None:
@@ -290,7 +283,6 @@ class _Walk:
             self.history.extend([token])
 
     def picks(self) -> list[_Pick]:
-        """Return the picks of the current wave."""
         # The function gets a copy, because it may keep the list.
         allowed = None
         if self.row.allow is not None and self.before is not None:
@@ -463,11 +455,8 @@ def _sample(scores: Tensor, columns: _Columns, kind: _Kind) -> Tensor:
 
 
 def _best_kept(scores: Tensor, columns: _Columns) -> Tensor:
-    """Sample from the tokens that filters keep: int64 [part]. Overwrites the scores.
-
-    Args:
-        scores: float32 [part, vocabulary], scaled logits that peak at 0.
-        columns: parameters of the picks.
+    """Sample from the tokens that filters keep: int64 [part]. Overwrites ``scores``, float32 [part,
+    vocabulary], scaled logits that peak at 0.
     """
     top_k, top_p, min_p = (each[:, None] for each in (columns.top_k, columns.top_p, columns.min_p))
     ids = torch.arange(scores.shape[1], device=scores.device)
@@ -508,12 +497,8 @@ def _best_kept_of(
 ) -> int:
     """Sample a row's token, among its likeliest tokens alone if the filters surely keep no others.
 
-    Args:
-        scores: float32 [vocabulary], scaled logits that peak at 0.
-        key: int64 [], key of the noise.
-        top_k: as in `_Columns`, like the others.
-        top_p: float32 [].
-        min_p: float32 [].
+    ``scores``, float32 [vocabulary], are scaled logits that peak at 0; ``key``, int64 [], is that
+    of the noise.
     """
     first = max(len(scores) - _NUM_CANDIDATES, 0)
     ids = np.sort(np.argpartition(scores, first)[first:])

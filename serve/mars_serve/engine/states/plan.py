@@ -75,12 +75,9 @@ class Planner:
     ) -> None:
         """Lay steps out for tensors on a device.
 
-        Args:
-            kernel: most positions in a sum of the convolutions.
-            num_entries: entries of a slot's log.
-            chunk: most committed tokens of a row in one piece.
-            num_weights: weights between two positions in one layer.
-            device: the device.
+        ``kernel`` is the most positions in a sum of the convolutions, ``chunk`` the most committed
+        tokens of a row in one piece, and ``num_weights`` are those between two positions in one
+        layer.
         """
         self.kernel, self.num_entries = kernel, num_entries
         self._chunk, self._num_weights, self._device = chunk, num_weights, device
@@ -233,7 +230,5 @@ class _Part(NamedTuple):
 
     row: _Row
     number: int
-    """Number of the row in the step."""
     begin: int
-    """First position of the part in the row."""
     length: int

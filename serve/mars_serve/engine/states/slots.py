@@ -60,15 +60,11 @@ class States:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Reserve slots.
+        """Reserve ``num_slots`` slots that may be written, for rows of ``num_drafts`` drafts at
+        most.
 
-        Args:
-            scans: the model's states, see `LayerSpecs`, as for the next.
-            convolutions: the model's convolutions.
-            num_slots: slots that may be written.
-            num_drafts: most drafts of a row.
-            dtype: type of the inputs of convolutions.
-            device: device of the model.
+        ``scans`` and ``convolutions`` are the model's, see `LayerSpecs`; the inputs of the latter
+        are kept as ``dtype``.
         """
         by_channel = any(spec.decay_per_channel for spec in scans)
         self.planner = Planner(

@@ -52,13 +52,7 @@ class Tree:
 
 
 def run_tree(call: ScanCall, visible: Tensor, state: Tensor) -> Tree:
-    """Run states along trees, one in each row.
-
-    Args:
-        call: of positions side by side, [rows, positions, ...].
-        visible: see `Tree`, as for the next.
-        state: see `Tree`.
-    """
+    """Run states along trees, one in each row of ``call``, [rows, positions, ...]; see `Tree`."""
     query, key, value, decay = (each.transpose(1, 2) for each in call[:4])
     seen = visible[:, None]
     cum = seen.to(decay.dtype) @ decay
@@ -83,12 +77,8 @@ def picked(numbers: Tensor, rows: Tensor | None) -> Tensor:
 def absorb(state: Tensor, key: Tensor, learned: Tensor, decay: Tensor, counts: Tensor) -> Tensor:
     """Return states advanced by leading entries of logs: [rows, heads, key_dim, value_dim].
 
-    Args:
-        state: [rows, heads, key_dim, value_dim].
-        key: [rows, entries, heads, key_dim].
-        learned: [rows, entries, heads, value_dim].
-        decay: [rows, entries, heads, 1 or key_dim].
-        counts: int64 [rows], entries that count in each row.
+    ``key`` and ``learned`` are [rows, entries, heads, dim], ``decay`` [rows, entries, heads, 1 or
+    key_dim]; ``counts``, int64 [rows], are the entries that count.
     """
     places = torch.arange(key.shape[1], device=counts.device)
     unused = (places >= counts[:, None])[:, :, None, None]

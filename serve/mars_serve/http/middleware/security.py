@@ -22,8 +22,7 @@ def add_security(
 ) -> KeyRing:
     """Guard an application's endpoints with keys and limits, and report errors of both.
 
-    Returns:
-        The keys in force.
+    Returns the keys in force.
 
     Raises:
         UserError: the keys cannot be read, or are required and missing.

@@ -44,9 +44,7 @@ class Reliability:
     """The bins of a depth's reliability diagram, over the half that was not fitted on."""
 
     before: list[Bin]
-    """Bins of the raw confidence."""
     after: list[Bin]
-    """Bins of the calibrated confidence."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,6 @@ class MeasuredCalibration:
     """A calibration with its reliability diagrams."""
 
     calibration: Calibration
-    """Temperature and errors of each depth."""
     reliability: list[Reliability]
     """Diagram of each depth, without bins if no token was observed."""
     num_cursors: int
@@ -74,15 +71,8 @@ def measure_calibration(
 ) -> MeasuredCalibration:
     """Decode the items, observe what masks propose along the outputs, fit and check.
 
-    Args:
-        checkpoint: a MARS checkpoint.
-        items: at least two items with different prompts.
-        max_tokens: limit of an item's output tokens; the context may leave fewer.
-        max_cursors: most output indices to propose tokens at, over all items; at least 2.
-        max_num_seqs: number of items that decode at once.
-        dtype: type of the weights.
-        device: device to run on.
-        on_progress: told of the progress of each phase.
+    There are two items or more, with different prompts, and at least 2 and at most ``max_cursors``
+    output indices to propose tokens at, over all items. ``max_num_seqs`` items decode at once.
 
     Raises:
         UserError: the weights cannot be loaded, all items fall into one half, or a step fails.

@@ -33,7 +33,6 @@ class Continuation:
     """A conversation's prompt and its output in mode ar."""
 
     prompt: tuple[int, ...]
-    """Token ids of the prompt."""
     output: tuple[int, ...]
     """Token ids of the output, at least one."""
 
@@ -85,12 +84,8 @@ def is_fitted(prompt: tuple[int, ...]) -> bool:
 def choose_cursors(texts: Sequence[Continuation], max_cursors: int) -> list[Cursor]:
     """Choose where to propose tokens, at random but at the same places each time.
 
-    Args:
-        texts: continuations of both halves.
-        max_cursors: most cursors over all texts, at least 2; each half gets at most half of them.
-
-    Returns:
-        The cursors in the half to fit on, in order, then those in the half to check on.
+    Each half gets at most half of ``max_cursors``, at least 2. The cursors in the half to fit on
+    come first, in order, then those in the half to check on.
     """
     chosen = []
     for half in (True, False):
@@ -110,15 +105,8 @@ def observe(
 ) -> list[Observations]:
     """Propose tokens at cursors, in a step of mode threshold behind the text before each.
 
-    Masks that would propose a token past the end of the output are left out.
-
-    Args:
-        engine: an engine without requests, whose context fits each text.
-        cursors: where to propose tokens; may be empty.
-        on_progress: called with the number of observed cursors whenever it has grown.
-
-    Returns:
-        The observations at each cursor, on the CPU.
+    Masks that would propose a token past the end of the output are left out. The engine has no
+    other requests. ``on_progress`` gets the number of observed cursors whenever it has grown.
 
     Raises:
         UserError: a step fails behind one of the texts.

@@ -61,15 +61,12 @@ class DecodedItem:
     """The output of one item in one setting."""
 
     source: str
-    """Name of the item."""
     tokens: tuple[int, ...]
     """Output tokens, the end token included."""
     num_passes: int
-    """Number of forward passes that gave a token."""
     num_positions: int
     """Number of positions in those passes; see `decoding_positions`."""
     finish_reason: FinishReason
-    """Reason why the output ended."""
     correct: bool | None
     """Whether the output is correct; None if the item has no answer."""
 
@@ -85,12 +82,10 @@ class DecodedItem:
 
 
 def device_and_dtype(device: str, dtype: NumberType | None, model: str) -> tuple[str, NumberType]:
-    """Return the device to run on and the name of the type of the weights.
+    """Return the device to run on, for ``auto`` CUDA if there is one, and the type of the weights.
 
-    Args:
-        device: ``cpu``, ``cuda``, or ``auto`` for CUDA if there is a device.
-        dtype: type of the weights; None for the one that they are stored in, as a server takes it.
-        model: checkpoint directory or hub id.
+    Without a ``dtype`` it is the one that the weights of ``model``, a directory or hub id, are
+    stored in, as a server takes it.
 
     Raises:
         UserError: the device is ``cuda`` and there is none, or the model's type is not known.
@@ -124,18 +119,10 @@ def evaluation_engine(
 ) -> Engine:
     """Build an engine with pages for any ``max_num_seqs`` of the items at once.
 
-    Args:
-        checkpoint: tokenizer, special tokens and block size; its weights are loaded unless
-            ``model`` is given.
-        items: all items that will be decoded.
-        max_tokens: limit of an item's output tokens; the context may leave fewer.
-        max_num_seqs: number of items that run at once.
-        exact: whether a setting is of mode exact, whose steps are wider.
-        min_pool_tokens: least number of tokens that the pages hold.
-        model: a model to take over: the engine moves it, sets it to evaluation and changes its
-            attention. A model in training must be copied first.
-        dtype: type of the weights to load.
-        device: device to run on.
+    An output has at most ``max_tokens``; the context may leave fewer. ``exact`` says whether a
+    setting is of mode exact, whose steps are wider, and pages hold ``min_pool_tokens`` at least. A
+    ``model`` is taken over: the engine moves it, sets it to evaluation and changes its attention,
+    so one in training must be copied first. Without it, the weights are loaded.
 
     Raises:
         UserError: the weights cannot be loaded.
@@ -164,13 +151,9 @@ def settings_with_room(
 ) -> EngineSettings:
     """Return settings with pages for any ``max_num_seqs`` requests and positions for their masks.
 
-    Args:
-        checkpoint: checkpoint that gives the window.
-        lengths: tokens of each request that will be run, prompt and output together.
-        max_num_seqs: number of requests that run at once.
-        exact: whether a request decodes in mode exact, whose steps are wider.
-        min_pool_tokens: least number of tokens that the pages hold.
-        device: device of the pages.
+    ``lengths`` are the tokens of each request that will be run, prompt and output together.
+    ``exact`` says whether one decodes in mode exact, whose steps are wider; pages hold
+    ``min_pool_tokens`` at least.
     """
     defaults = EngineSettings()
     page_size = defaults.page_size_on(torch.device(device).type)
@@ -219,18 +202,10 @@ def run_setting(
     max_tokens: int,
     on_progress: Callable[[int, str], None] | None = None,
 ) -> list[DecodedItem]:
-    """Decode every item, batched.
+    """Decode every item, batched, in an engine without other requests; see `evaluation_engine`.
 
-    Args:
-        engine: an engine without other requests; see `evaluation_engine`.
-        items: the items; may be empty.
-        setting: the way of decoding.
-        max_tokens: limit of an item's output tokens; the context may leave fewer.
-        on_progress: called with the number of finished items whenever it has grown, and with their
-            quality and speed so far in words.
-
-    Returns:
-        The decoded items in the order of the items.
+    ``on_progress`` gets the number of finished items whenever it has grown, and their quality and
+    speed so far in words. The decoded items are in the order of the items.
 
     Raises:
         UserError: the model cannot decode in this setting.

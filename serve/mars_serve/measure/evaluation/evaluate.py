@@ -48,7 +48,6 @@ class Evaluation:
     device: str
     dtype: str
     rows: list[SettingResult]
-    """Result of each setting, one-token decoding first, with which the others are compared."""
     num_unstated: int
     """Number of conversations whose own final turn does not end with their answer."""
 

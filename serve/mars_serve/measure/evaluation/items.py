@@ -31,7 +31,6 @@ class EvalItem:
     index: int = 0
     """Number of the item among all items, which seeds what it draws whoever decodes it."""
     messages: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
-    """Messages that ask for the final turn."""
 
 
 def read_items(
@@ -42,14 +41,10 @@ def read_items(
     max_items: int | None = None,
     columns: ColumnNames = NO_NAMES,
 ) -> list[EvalItem]:
-    """Read conversations from files.
+    """Read conversations from files, up to ``max_items`` of all together.
 
-    Args:
-        paths: the files, in order.
-        tokenizer: the model's tokenizer, with its chat template.
-        max_length: tokens of the model's context, prompt and output together.
-        max_items: number of rows after which reading stops, over all files; None reads all.
-        columns: names of columns that have others in the files.
+    ``max_length`` is that of the model's context, prompt and output together; ``columns`` are names
+    of columns that have others in the files.
 
     Raises:
         UserError: a file cannot be read, the files hold no row, or a row is bad; the latter names

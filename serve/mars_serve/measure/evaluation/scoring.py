@@ -14,30 +14,25 @@ class Score:
 
     num_items: int
     num_checkable: int
-    """Number of items with an answer."""
     accuracy: Estimate | None
     """Share of the checkable items that are correct; None if no item is checkable."""
     difference: Estimate | None
     """Accuracy minus the baseline's, paired by item; None if there is nothing to compare."""
     tokens_per_forward: Estimate
-    """Output tokens for each forward pass."""
     positions_per_forward: Estimate
     """Positions of a forward pass that gave tokens, without the prompt before its last token."""
     identical: float | None
     """Share of outputs that equal the baseline's token for token; None without a baseline."""
     mean_tokens: float
-    """Mean number of output tokens of an item."""
     cut_off: float
     """Share of outputs that ended at the token limit."""
 
 
 def score(decoded: Sequence[DecodedItem], baseline: Sequence[DecodedItem] | None = None) -> Score:
-    """Compute the score of one setting.
+    """Compute the score of one setting from all items, at least one, in any order.
 
-    Args:
-        decoded: all items, at least one, in any order.
-        baseline: the same items in the setting to compare with, usually one-token decoding, in any
-            order; None if ``decoded`` is itself the baseline.
+    ``baseline`` has the same items in the setting to compare with, usually one-token decoding; it
+    is None if ``decoded`` is itself the baseline.
     """
     num_items = len(decoded)
     checked = [each.correct for each in decoded if each.correct is not None]

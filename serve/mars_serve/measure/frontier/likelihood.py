@@ -20,10 +20,8 @@ def log_likelihoods(
 ) -> list[float]:
     """Return the log-likelihood of each output given its prompt, in nats, end token included.
 
-    Args:
-        engine: an engine without other requests, whose context fits each text.
-        texts: prompts with their outputs; may be empty.
-        on_progress: called with the number of finished texts whenever it has grown.
+    The engine has no other requests, and its context fits each text. ``on_progress`` gets the
+    number of finished texts whenever it has grown.
     """
     requests = (
         Request(str(index), [*prompt, *output], _SCORE_ONLY)

@@ -65,7 +65,6 @@ class FrontierOptions:
     device: str
     hardware: str
     block_size: int
-    """Most masks of a row per step."""
 
     @property
     def settings(self) -> list[DecodingSetting]:
@@ -92,9 +91,7 @@ class MeasuredFrontier:
     """A frontier with the load that its capacity is computed for."""
 
     frontier: Frontier
-    """Quality and speed of each setting."""
     max_num_seqs: int
-    """Most rows of a step."""
     cached_tokens: float
     """Mean number of cached tokens that a row reads while it decodes these items in mode ar."""
 
@@ -135,14 +132,10 @@ def measure_frontier(
     working: WorkingFile,
     on_progress: OnProgress,
 ) -> MeasuredFrontier:
-    """Measure what the working file lacks, keep it there, and build the frontier.
+    """Measure what the working file lacks, keep each part there as soon as it is measured, and
+    build the frontier of at least two items.
 
-    Args:
-        checkpoint: a MARS checkpoint.
-        items: at least two items.
-        options: options of the measurement.
-        working: the working file, which gets each part as soon as it is measured.
-        on_progress: told of the progress of each of `phases_left`.
+    ``on_progress`` is told of the progress of each of `phases_left`.
 
     Raises:
         UserError: the weights cannot be loaded, the working file cannot be written, or the figures

@@ -39,13 +39,9 @@ def point_of(
     """Return the fields of a `FrontierPoint`.
 
     Without answers, quality is the likelihood of the outputs under plain AR decoding: other texts
-    are no loss as long as the model itself finds them as likely.
-
-    Args:
-        kept: at least two items decoded in this setting and in mode ar, with log-likelihoods.
-        setting: setting of the point.
-        narrower: the same setting with fewer masks, rising; some items were decoded in it.
-        num_masks: number of masks of the setting itself.
+    are no loss as long as the model itself finds them as likely. ``kept`` has at least two items
+    decoded in this setting and in mode ar, with log-likelihoods; some were decoded in ``narrower``,
+    the same setting with fewer masks, rising.
     """
     name, baseline = name_of(setting), name_of(ONE_TOKEN)
     decoded, plain = kept.outcomes[name], kept.outcomes[baseline]
