@@ -91,9 +91,6 @@ def _item(text: str, at: int) -> tuple[int, int, int] | None:
     """Return begin and end of the next item and the place of what is behind it.
 
     None means that the text ends before. At the array's end, the item is empty.
-
-    Raises:
-        ValueError: another item follows without a comma.
     """
     begin = _after_space(text, at)
     if text.startswith("]", begin):

@@ -266,9 +266,6 @@ def _up_to_mark(text: str, content: str) -> str:
     """Cut a rendered text at the mark behind its last turn's content.
 
     Source: transformers, ``render_jinja_template`` with ``continue_final_message``.
-
-    Raises:
-        UserError: the template has changed the content.
     """
     end = text.rfind(_END_MARK.strip())
     if end < 0 or content.strip() not in text:
@@ -345,9 +342,6 @@ def _answer_alone(renderer: _Renderer, text: str, message: dict[str, Any]) -> st
 
     A template may write earlier messages otherwise as soon as there is an answer: gpt-oss drops
     the thinking before calls, which was in the prompt when the answer was written.
-
-    Raises:
-        UserError: the message is not the end of ``text``, all messages with this one, either.
     """
     question = {"role": "user", "content": "x"}
     prompt = renderer.text([question], add_generation_prompt=True)
@@ -393,11 +387,7 @@ def _ended(
 def _problem(
     renderer: _Renderer, index: int, message: dict[str, Any], answer: str, *, has_end: bool
 ) -> str | None:
-    """Return what a template does not write of a message.
-
-    Raises:
-        UserError: it is all of the message, or a call, without which the rest teaches to call none.
-    """
+    """Return what a template does not write of a message."""
     thinking, content = split_thinking(message)
     calls = [
         renderer.shielded(each["function"]["name"]) for each in message.get("tool_calls") or ()

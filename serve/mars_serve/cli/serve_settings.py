@@ -47,9 +47,6 @@ def _add_adapter(models: Any, text: str) -> str:
 
     Returns:
         The model's name.
-
-    Raises:
-        UserError: it is not clear which model the adapter belongs to.
     """
     listed = models if isinstance(models, list) else []
     entries = {str(entry.get("name")): entry for entry in listed if isinstance(entry, dict)}

@@ -169,11 +169,7 @@ class ReplicaBackend:
         return await answers_of_replicas(self._handle, method, _ASK_S)
 
     async def _govern(self, method: str, *arguments: Any) -> Any:
-        """Call the governor.
-
-        Raises:
-            GetTimeoutError: the governor does not answer; its host may be lost.
-        """
+        """Call the governor."""
         try:
             return await asyncio.wait_for(self._governor.call(method, *arguments), _GOVERN_S)
         except TimeoutError as error:
@@ -185,10 +181,6 @@ def _prepare_move(request: Request, death: EngineDied, waited_s: float) -> None:
 
     A request that the fatal step may have held is tried once more, alone in its steps: in the first
     ones if it had no output, in all if nobody knows how much it had.
-
-    Raises:
-        QueueTimeout: it has waited for as long as it may.
-        EngineDied: the request must not be sent elsewhere.
     """
     is_silent = isinstance(death, EngineSilent)
     was_suspect = request.quarantine_tokens > 0

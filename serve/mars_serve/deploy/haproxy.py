@@ -297,9 +297,6 @@ def _with_replicas(section: str, config: str, replicas: Mapping[str, str]) -> st
 
     While Ray Serve rebuilds an application, or if that fails, it does not know which deployment is
     the ingress and sends everything through one proxy on the head node.
-
-    Raises:
-        CannotAmend: replicas serve, but the configuration names no ingress deployment at all.
     """
     name = _BACKEND.match(section)
     if name is None:

@@ -329,10 +329,6 @@ class RequestQueue:
 
         A deadline of its own counts if it surely cannot be met. The model's objective counts once
         every replica says that nothing is left to give.
-
-        Raises:
-            DeadlineMissed: the request sets a deadline that cannot be met.
-            QueueFull: it would miss the model's objective.
         """
         usable, tier, now_s = self._engines.usable(), request.options.tier, self._clock()
         if request.deadline_s is not None:

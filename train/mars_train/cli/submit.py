@@ -178,11 +178,7 @@ def entrypoint(config: str, overrides: Sequence[str]) -> str:
 
 
 def _connect(address: str | None) -> JobSubmissionClient:
-    """Connect to the dashboard of a cluster's head.
-
-    Raises:
-        UserError: none answers, or it refuses this process's token.
-    """
+    """Connect to the dashboard of a cluster's head."""
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 

@@ -210,11 +210,7 @@ class _Floors:
         mode: Mode,
         tier: ServiceTier,
     ) -> _Floors:
-        """Find a request's floors.
-
-        Raises:
-            ApiError: status 400: a threshold of probability holds, and it asks for another measure.
-        """
+        """Find a request's floors."""
         if mode is not Mode.THRESHOLD:
             return cls(mode, 0.0, 0.0)
         is_flex, tiers = tier is ServiceTier.FLEX, model.settings.tiers

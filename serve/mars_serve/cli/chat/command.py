@@ -74,11 +74,7 @@ def chat(options: ChatOptions, as_json: AsJson = False) -> None:
 
 
 def _model(options: ChatOptions) -> ChatModel:
-    """Return the model of a server, or load one.
-
-    Raises:
-        UserError: it cannot be used.
-    """
+    """Return the model of a server, or load one."""
     from mars_platform.errors import UserError
 
     target = options.target

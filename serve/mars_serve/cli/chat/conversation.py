@@ -98,11 +98,7 @@ class ChatConversation:
         self._tell(f"{figures.words}{ended}", style="dim")
 
     def _obey(self, text: str) -> None:
-        """Carry out a command.
-
-        Raises:
-            UserError: there is no such command, or its argument is none that it takes.
-        """
+        """Carry out a command."""
         name, _, argument = text[1:].partition(" ")
         commands: dict[str, Callable[[str], str]] = {
             "mode": self._set_mode,

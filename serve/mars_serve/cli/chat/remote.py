@@ -73,11 +73,7 @@ class RemoteModel:
 
     @contextmanager
     def _client(self) -> Iterator[OpenAI]:
-        """Open a client for the length of a block, which leaves no connection behind.
-
-        Raises:
-            UserError: the server is away, or refuses the request.
-        """
+        """Open a client for the length of a block, which leaves no connection behind."""
         timeout = openai.Timeout(_TIMEOUT_S, connect=_CONNECT_S)
         key = self._key or "none"
         try:

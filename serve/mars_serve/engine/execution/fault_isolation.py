@@ -125,11 +125,7 @@ class FaultIsolation:
             self._try_itself(rows[results.index(errors[0])].request)
 
     def _try_itself(self, failed: Request) -> None:
-        """Run a step without any client's part, in the last page of a request that has failed.
-
-        Raises:
-            RuntimeError: it fails, so no client's request is to blame.
-        """
+        """Run a step without any client's part, in the last page of a request that has failed."""
         request = Request("trial", [0], DecodingOptions(1))
         self._memory.lend(failed, request)
         try:

@@ -100,11 +100,7 @@ class Channel:
         self._socket.close()
 
     def _write(self, data: memoryview) -> int:
-        """Return how many bytes the socket takes at once.
-
-        Raises:
-            ChannelClosed: either end is closed.
-        """
+        """Return how many bytes the socket takes at once."""
         try:
             return self._socket.send(data, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -155,11 +151,7 @@ def _unpickled(body: bytearray) -> object:
 
 
 def _wait_for(stream: socket.socket, event: int) -> None:
-    """Wait, for at most a second, until a socket can be read or written or its other end closes.
-
-    Raises:
-        ChannelClosed: this end is closed.
-    """
+    """Wait, for at most a second, until a socket can be read or written or its other end closes."""
     poll = select.poll()
     try:
         poll.register(stream, event)

@@ -100,11 +100,7 @@ class Listener:
                     _log.warning("a connection cannot be accepted: %s", error)
 
     def _begin(self, stream: socket.socket) -> None:
-        """Read the token of a connection in a thread, unless many are about to send theirs.
-
-        Raises:
-            RuntimeError: no thread can start.
-        """
+        """Read the token of a connection in a thread, unless many are about to send theirs."""
         if not self._unknown.acquire(blocking=False):
             stream.close()
             return
@@ -130,11 +126,7 @@ class Listener:
 
 
 def _received(stream: socket.socket, size: int) -> bytes:
-    """Return what the other end sends in time, up to a number of bytes.
-
-    Raises:
-        OSError: it sends too little, or the connection is closed.
-    """
+    """Return what the other end sends in time, up to a number of bytes."""
     data, end_s = b"", time.monotonic() + _HANDSHAKE_S
     while len(data) < size:
         stream.settimeout(max(end_s - time.monotonic(), 0.001))

@@ -361,11 +361,7 @@ class Matcher:
         return allowed
 
     def _note_overrun(self) -> None:
-        """Let one overrun pass: a virtual machine's CPU time includes the time its host pauses it.
-
-        Raises:
-            GrammarError: it is not the first.
-        """
+        """Let one overrun pass: a virtual machine's CPU time counts the time its host pauses it."""
         if self._has_overrun:
             limit_ms = round(1000 * self._grammar.limits.step_s)
             raise GrammarError(f"steps of it take more than {limit_ms} ms")
@@ -457,11 +453,7 @@ class Matcher:
 
 
 def _source(spec: GrammarSpec) -> str:
-    """Return a grammar in llguidance's form.
-
-    Raises:
-        GrammarError: the grammar is a schema but not a JSON object.
-    """
+    """Return a grammar in llguidance's form."""
     if spec.kind is GrammarKind.JSON_SCHEMA:
         try:
             return LLMatcher.grammar_from_json_schema(
@@ -475,11 +467,7 @@ def _source(spec: GrammarSpec) -> str:
 
 
 def _try_out(compiled: CompiledGrammar) -> None:
-    """Use a grammar once, because some fail only in use: they match nothing, or cannot roll back.
-
-    Raises:
-        GrammarError: the grammar fails.
-    """
+    """Use a grammar once, as some fail only in use: they match nothing, or cannot roll back."""
     matcher = Matcher(compiled, is_shared=False)
     ends = compiled.vocabulary.end_ids
     words = (token for token in matcher.allowed().nonzero().flatten().tolist() if token not in ends)
@@ -491,11 +479,7 @@ def _try_out(compiled: CompiledGrammar) -> None:
 
 
 def _serialize(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a tokenizer as JSON, without the padding and truncation that grammars must not see.
-
-    Raises:
-        UserError: it is not a fast tokenizer.
-    """
+    """Return a tokenizer as JSON, without the padding and truncation that grammars must not see."""
     backend = copy(getattr(tokenizer, "backend_tokenizer", None))
     if backend is None:
         raise UserError(

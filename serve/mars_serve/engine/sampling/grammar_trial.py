@@ -181,11 +181,7 @@ class _Process:
         return self._process.poll() is None
 
     def try_out(self, source: str) -> bytes:
-        """Return a trial's answer, which is empty if the trial was ended.
-
-        Raises:
-            OSError: the process does not answer.
-        """
+        """Return a trial's answer, which is empty if the trial was ended."""
         ours, theirs = socket.socketpair()
         ours.settimeout(_WAIT_S)
         with ours:

@@ -224,9 +224,8 @@ def _frontier_report(frontier: Frontier, model: ServedModel) -> dict[str, Any]:
     batches = [1 << power for power in range(most.bit_length())]
     if batches[-1] != most:
         batches.append(most)
-    points = [point for point in frontier.points if point.adapter is None]
     order = {Mode.AR: 0, Mode.EXACT: 1, Mode.THRESHOLD: 2}
-    points.sort(key=lambda point: (order[point.mode], -point.threshold))
+    points = sorted(frontier.points, key=lambda point: (order[point.mode], -point.threshold))
     return {
         "measure": frontier.measure,
         "num_items": frontier.num_items,

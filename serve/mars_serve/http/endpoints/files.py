@@ -215,12 +215,7 @@ async def _pieces(files: FileStore, tenant: str, name: str) -> AsyncGenerator[by
 async def _receive(
     request: Request, files: FileStore, tenant: str, limits: LimitSettings
 ) -> FileObject:
-    """Keep the file of a form.
-
-    Raises:
-        ApiError: status 408, 413, 415: the form is too slow, too large, or none; 400: a field of
-            it is missing or unsupported.
-    """
+    """Keep the file of a form."""
     most = files.storage.settings.file_bytes
     _check_headers(request.headers, most + _FORM_BYTES)
     wait_s = _UPLOAD_WAITS * limits.body_wait_s

@@ -231,11 +231,7 @@ class _Call:
         bad_words: BadWords,
         tools: RequestTools | None = None,
     ) -> Answer:
-        """Check the request and prepare its choices.
-
-        Raises:
-            ApiError: status 400 or 403: a field has a value that cannot be served.
-        """
+        """Check the request and prepare its choices."""
         structure = _structure(self.body, tools)
         own_id = uuid.uuid4().hex  # an engine's ids are unique, which a client's may not be
         choices = list[Choice]()

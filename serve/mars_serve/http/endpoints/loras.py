@@ -104,11 +104,7 @@ async def _refresh(model: ServedModel, changes: LoraChanges | None = None) -> No
 
 
 async def _keep(model: ServedModel, name: str, lora: LoraReference | None) -> None:
-    """Wait until every ingress replica knows of a change.
-
-    Raises:
-        ApiError: the governor ended before they did, and the next one took another change.
-    """
+    """Wait until every ingress replica knows of a change."""
     await asyncio.sleep(HEARD_S)
     await _refresh(model)
     if model.loras.current.get(name) != lora:
@@ -156,9 +152,6 @@ def _allowed(model: ServedModel, path: str) -> Path:
     """Return the directory that a path leads to, if the settings allow it.
 
     Links are followed first, so that none leads out of the allowed directories.
-
-    Raises:
-        ApiError: the path is not below one of them.
     """
     try:
         found = Path(path).resolve(strict=True)
