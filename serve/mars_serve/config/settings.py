@@ -54,16 +54,11 @@ class AutoscalingSettings(OuterSettings):
 
     max_replicas: int = Field(ge=1)
     """Largest number of replicas."""
-    policy: Literal["joint", "ongoing_requests"] = "joint"
-    """``joint`` moves τ and replicas together; ``ongoing_requests`` keeps τ fixed and lets Ray
-    Serve's own policy choose the number of replicas."""
     target_threshold: float = Field(default=1.0, gt=0, le=1)
     """τ under normal load; its speed determines the number of replicas. It must be one of
     frontier.json's thresholds and no lower than the floors of tier default."""
     inner: InnerSettings = InnerSettings()
     """Constants of the inner loop, which runs in each replica."""
-    target_ongoing_requests: float = Field(default=8, gt=0)
-    """Number of requests per replica that policy ``ongoing_requests`` aims at."""
 
 
 class LoraSettings(Settings):
@@ -140,7 +135,7 @@ class ModelSettings(Settings):
     def _consistent(self) -> ModelSettings:
         if self.loras and not self.engine.max_loras:
             raise ValueError("engine.max_loras: it is 0, and there are loras; raise it")
-        if self.autoscaling is not None and self.is_governed:
+        if self.autoscaling is not None:
             self._check_target(self.autoscaling)
         elif self.confidence_threshold < (floor := self.tiers.default_min_threshold):
             raise ValueError(
@@ -176,12 +171,12 @@ class ModelSettings(Settings):
     @property
     def names_threshold(self) -> bool:
         """Whether these settings choose a τ for requests that name none, or let it be moved."""
-        return self.is_governed or "confidence_threshold" in self.model_fields_set
+        return self.autoscaling is not None or "confidence_threshold" in self.model_fields_set
 
     @property
     def initial_threshold(self) -> float:
         """τ of requests that set none, before load or an administrator has changed it."""
-        if self.autoscaling is not None and self.is_governed:
+        if self.autoscaling is not None:
             return self.autoscaling.target_threshold
         return self.confidence_threshold
 
@@ -189,11 +184,6 @@ class ModelSettings(Settings):
     def most_replicas(self) -> int:
         """Largest number of replicas at once."""
         return self.autoscaling.max_replicas if self.autoscaling else self.num_replicas
-
-    @property
-    def is_governed(self) -> bool:
-        """Whether replicas choose τ themselves, within the governor's range."""
-        return self.autoscaling is not None and self.autoscaling.policy == "joint"
 
 
 class LimitSettings(Settings):

@@ -17,7 +17,6 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.handle import DeploymentHandle
 
 from mars_autoscale.policy.reports import IngressReport
-from mars_autoscale.ray.ongoing_policy import ongoing_requests
 from mars_autoscale.ray.ray_policy import JointPolicy
 from mars_platform.config import build_settings
 from mars_serve.config.loras import LoraChanges, LoraNames
@@ -176,22 +175,17 @@ def _replicas(model: ModelSettings) -> dict[str, Any]:
     autoscaling = model.autoscaling
     if autoscaling is None:
         return {"num_replicas": model.num_replicas}
-    limits: dict[str, Any] = {
-        "min_replicas": autoscaling.min_replicas,
-        "max_replicas": autoscaling.max_replicas,
-    }
-    if autoscaling.policy == "ongoing_requests":
-        return {
-            "autoscaling_config": AutoscalingConfig(
-                **limits,
-                target_ongoing_requests=autoscaling.target_ongoing_requests,
-                policy=AutoscalingPolicy(policy_function=ongoing_requests),
-            )
-        }
     policy = AutoscalingPolicy(policy_function=JointPolicy, policy_kwargs={"model": model.name})
     # the policy has already waited before it decides
     no_delays = {"upscale_delay_s": 0, "downscale_delay_s": 0}
-    return {"autoscaling_config": AutoscalingConfig(**limits, **no_delays, policy=policy)}
+    return {
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=autoscaling.min_replicas,
+            max_replicas=autoscaling.max_replicas,
+            **no_delays,
+            policy=policy,
+        )
+    }
 
 
 def _common_options(settings: ServeSettings) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class ReplicaBackend:
         self._clients = EngineClients(self._handle, lambda: self._queue.serve())
         self._queue = RequestQueue(model, self._clients)
         self._model = model.name
-        self._is_governed = model.is_governed
+        self._is_autoscaled = model.autoscaling is not None
         self._governor = GovernorClient(application)
         self._known = PublishedThreshold(0, model.initial_threshold)
 
@@ -131,7 +131,7 @@ class ReplicaBackend:
     async def metrics(self) -> list[Metric]:
         """Return the metrics of every replica and of the autoscaler."""
         found: list[Metric] = [each for answer in await self._ask_all("metrics") for each in answer]
-        if self._is_governed:
+        if self._is_autoscaled:
             with suppress(RayError, TimeoutError):
                 asked = self._governor.call("metrics", self._model)
                 found += await asyncio.wait_for(asked, _ASK_S)

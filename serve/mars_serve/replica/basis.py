@@ -28,7 +28,7 @@ def autoscaling_basis(
     logged as a warning.
     """
     autoscaling = settings.autoscaling
-    if autoscaling is None or not settings.is_governed:
+    if autoscaling is None:
         return None
     outer = autoscaling.model_copy(
         update={

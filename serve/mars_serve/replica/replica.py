@@ -9,7 +9,6 @@ from ray import serve
 from ray.serve import metrics
 
 from mars_autoscale.policy.reports import ReplicaReport
-from mars_autoscale.ray.ongoing_policy import NUM_REQUESTS
 from mars_serve.config.served import PublishedThreshold
 from mars_serve.config.settings import ModelSettings
 from mars_serve.engine.ipc.client import EngineClient, EngineDied
@@ -74,12 +73,6 @@ class ModelReplica:
         """
         self._engine.status()
         return self._governor.report()
-
-    async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the load for Ray Serve's own policy; see `mars_autoscale.ray.ongoing_policy`."""
-        with suppress(EngineDied):
-            return {NUM_REQUESTS: float(self._engine.status().num_requests)}
-        return {}
 
     async def check_health(self) -> None:
         """Raise if the engine has stopped; Ray Serve then replaces the replica."""

@@ -63,13 +63,9 @@ def test_the_basis_is_made_of_the_frontier_and_the_settings(model_dir):
     assert (basis.settings.max_replicas, basis.settings.cold_start_s) == (3, 30)
 
 
-@pytest.mark.parametrize("autoscaling", [None, {"policy": "ongoing_requests", "max_replicas": 2}])
-def test_a_threshold_that_is_not_autoscaled_has_no_basis(model_dir, autoscaling):
-    settings = settings_of(model_dir)
-    changed = ModelSettings(
-        **{**settings.model_dump(exclude_unset=True), "autoscaling": autoscaling}
-    )
-    assert basis_of(changed) is None
+def test_a_threshold_that_is_not_autoscaled_has_no_basis(model_dir):
+    settings = settings_of(model_dir).model_dump(exclude_unset=True, exclude={"autoscaling"})
+    assert basis_of(ModelSettings(**settings)) is None
 
 
 def corrupted(path):
@@ -233,7 +229,6 @@ def test_contradicting_settings_are_refused(content, message):
     [
         ({}, 1.0),
         ({"confidence_threshold": 0.95, "autoscaling": {"target_threshold": 0.95}}, 0.95),
-        ({"confidence_threshold": 0.97, "autoscaling": {"policy": "ongoing_requests"}}, 0.97),
         ({"tiers": {"default_min_threshold": 0.97}}, 1.0),
         (
             {

@@ -104,7 +104,7 @@ def admin_router(models: Mapping[str, ServedModel]) -> APIRouter:
 
 def _check_governed(models: Mapping[str, ServedModel]) -> None:
     for name, model in models.items():
-        if not model.settings.is_governed:
+        if model.settings.autoscaling is None:
             reason = f"model {name!r} has no autoscaler to give it back to; give a number"
             raise invalid_value("confidence_threshold", f"null, but {reason}")
 
@@ -119,7 +119,7 @@ async def _state(model: ServedModel) -> ModelLive:
     return ModelLive(
         confidence_threshold=live.threshold,
         version=live.version,
-        is_automatic=model.settings.is_governed and not live.is_pinned,
+        is_automatic=model.settings.autoscaling is not None and not live.is_pinned,
         replicas={
             each.replica: Live(
                 confidence_threshold=each.decoding.live.threshold, version=each.live_version

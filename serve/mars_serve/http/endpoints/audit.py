@@ -75,7 +75,7 @@ async def audits(models: Mapping[str, ServedModel]) -> Audits:
 
 
 async def _audit(model: ServedModel) -> ModelAudit | None:
-    if not model.settings.is_governed:
+    if model.settings.autoscaling is None:
         return None
     explanation = await model.backend.autoscaler() or Explanation(None, [])
     drift = explanation.drift

@@ -69,7 +69,7 @@ async def explanations(models: Mapping[str, ServedModel]) -> Autoscalers:
 
 async def _explanation(model: ServedModel) -> ModelAutoscaler | None:
     autoscaling = model.settings.autoscaling
-    if autoscaling is None or not model.settings.is_governed:
+    if autoscaling is None:
         return None
     explanation = await model.backend.autoscaler() or Explanation(None, [])
     plan = explanation.basis

@@ -166,7 +166,6 @@ def _about_model(model: ServedModel) -> dict[str, Any]:
     return {
         "has_threshold": model.checkpoint.metadata is not None,
         "is_scaled": scaling is not None,
-        "is_governed": settings.is_governed,
         "num_replicas": settings.num_replicas if scaling is None else scaling.min_replicas,
         "max_replicas": settings.most_replicas,
         "audit_share": settings.audit.share,

@@ -154,7 +154,6 @@ def test_each_output_of_a_request_has_its_own_seed(mars):
 
 
 JOINT = {"max_replicas": 2}
-FIXED = {"max_replicas": 2, "policy": "ongoing_requests"}
 
 
 @pytest.mark.parametrize(
@@ -171,7 +170,7 @@ FIXED = {"max_replicas": 2, "policy": "ongoing_requests"}
         ({"confidence_threshold": 0.95}, {}, Mode.THRESHOLD),
         ({"confidence_threshold": 0.95, "mode": "exact"}, {}, Mode.EXACT),
         ({"autoscaling": JOINT}, {}, Mode.THRESHOLD),
-        ({"autoscaling": FIXED}, {}, Mode.EXACT),
+        ({"autoscaling": JOINT, "mode": "exact"}, {}, Mode.EXACT),
         ({"autoscaling": JOINT, "mode": "ar"}, {}, Mode.AR),
     ],
 )

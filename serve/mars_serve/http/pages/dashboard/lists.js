@@ -27,7 +27,6 @@ class Card {
 export function whyNotGoverned({ about, state }) {
   if (!about.has_threshold) return "This checkpoint has no mars.json, so it is decoded one token at a time, and there is no τ to move.";
   if (!about.is_scaled) return "This model's replicas and τ are fixed: it has no autoscaling in the server's settings.";
-  if (!about.is_governed) return "Ray Serve's own policy chooses the number of replicas here (autoscaling.policy is ongoing_requests), and τ is fixed.";
   if (!state?.frontier) return "No replica has reported its figures yet; the first one is starting.";
   return null;
 }
