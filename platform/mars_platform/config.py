@@ -104,9 +104,6 @@ def apply_overrides(content: dict[str, Any], overrides: Sequence[str]) -> None:
     """Apply overrides, ``key.sub=value``, to a mapping in place.
 
     A value is YAML, and a number as a key indexes a list.
-
-    Raises:
-        UserError: an override is malformed, or its key leads nowhere.
     """
     for override in overrides:
         _apply_override(content, override)

@@ -78,11 +78,7 @@ class Capacity:
         return next(rung for rung in self.rungs if rung.threshold == self.target_threshold)
 
     def rung(self, mode: Mode, threshold: float) -> Rung:
-        """Return the rung of a mode and τ; at τ = 1 mode threshold is mode ar.
-
-        Raises:
-            KeyError: there is none.
-        """
+        """Return the rung of a mode and τ; at τ = 1 mode threshold is mode ar."""
         if threshold == 1.0 and mode is Mode.THRESHOLD:
             mode = Mode.AR
         for rung in self.rungs:

@@ -245,9 +245,6 @@ def write_frontier(path: Path, frontier: Frontier) -> Path:
 
     Returns:
         The path of the file.
-
-    Raises:
-        UserError: the file cannot be written.
     """
     content = frontier.model_dump(exclude_none=True) | {"checksum": frontier.checksum}
     return write_whole(path, FRONTIER_FILE, json.dumps(content, indent=2) + "\n")

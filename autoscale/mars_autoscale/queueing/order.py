@@ -318,9 +318,6 @@ class FairQueue(Generic[ItemT]):
         """Remove and return the request that is first in order, and charge its key for it.
 
         ``now_s`` is explained at `peek`.
-
-        Raises:
-            IndexError: no request waits.
         """
         queued = self.peek(now_s=now_s)
         if queued is None:

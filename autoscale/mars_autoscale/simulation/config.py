@@ -156,11 +156,7 @@ class SimulationConfig(Settings):
 
     @cached_property
     def capacity(self) -> Capacity:
-        """Speed of a replica.
-
-        Raises:
-            UserError: ``frontier_file`` is missing or refused.
-        """
+        """Speed of a replica."""
         if self.frontier_file is not None:
             frontier = read_frontier(self.frontier_file)
             return frontier.capacity(self.slots_per_replica, self.mean_stored_tokens)

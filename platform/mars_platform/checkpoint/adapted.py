@@ -58,9 +58,6 @@ def adapt(base: Checkpoint, adapter: Adapter) -> Checkpoint:
     """Return a model's checkpoint with an adapter's block size, mask token and tokenizer.
 
     Its path stays that of the model, whose weights lie there. It has no calibration yet.
-
-    Raises:
-        UserError: the adapter belongs to another model.
     """
     refuse_other_base(base, adapter.metadata.base, adapter.path)
     adapted = replace(base, tokenizer=adapter.tokenizer, adapter=adapter)
@@ -71,9 +68,6 @@ def with_lora_masks(base: Checkpoint, paths: Iterable[str | Path]) -> Checkpoint
     """Return a plain checkpoint with the mask of the first of some LoRA adapters that has one.
 
     Other checkpoints, and those whose adapters have none, stay as they are.
-
-    Raises:
-        UserError: an adapter cannot be read.
     """
     found = (read_lora(path) for path in (paths if base.metadata is None else ()))
     for adapter in found:
@@ -85,11 +79,7 @@ def with_lora_masks(base: Checkpoint, paths: Iterable[str | Path]) -> Checkpoint
 
 
 def refuse_other_base(base: Checkpoint, ours: BaseIdentity, adapter: Path) -> None:
-    """Compare a model with the one that the adapter in a directory belongs to.
-
-    Raises:
-        UserError: it is another model.
-    """
+    """Compare a model with the one that the adapter in a directory belongs to."""
     theirs = identify_base(base.path, base.tokenizer, ours.name)
     parts = {"weights": "weights", "config": "config.json", "tokenizer": "tokenizer"}
     differing = [parts[key] for key in parts if getattr(ours, key) != getattr(theirs, key)]
@@ -118,11 +108,7 @@ def load_weights(checkpoint: Checkpoint, *, dtype: torch.dtype) -> PreTrainedMod
 
 
 def check_fit(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint whose adapter, if any, does not fit it; no weight of the model is read.
-
-    Raises:
-        UserError: a weight is missing, damaged or of another shape, or the model has no such layer.
-    """
+    """Refuse a checkpoint whose adapter, if any, does not fit it; no weight of it is read."""
     if checkpoint.adapter is None:
         return
     with torch.device("meta"):

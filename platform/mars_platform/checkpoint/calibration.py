@@ -125,9 +125,6 @@ def write_calibration(path: Path, calibration: Calibration) -> Path:
 
     Returns:
         The file's path.
-
-    Raises:
-        UserError: the file cannot be written.
     """
     return write_whole(path, CALIBRATION_FILE, calibration.model_dump_json(indent=2) + "\n")
 

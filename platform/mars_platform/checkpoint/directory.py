@@ -85,11 +85,7 @@ class Checkpoint:
 
     @property
     def fingerprint(self) -> str:
-        """Sum, in hexadecimal, that identifies the weights, those of an adapter included.
-
-        Raises:
-            UserError: a weights file is damaged.
-        """
+        """Sum, in hexadecimal, that identifies the weights, those of an adapter included."""
         return weights_fingerprint(self.own_path)
 
     @property

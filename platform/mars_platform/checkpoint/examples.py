@@ -47,11 +47,7 @@ class _Examples(Settings):
 
 
 def read_examples(path: Path) -> list[Example]:
-    """Read the example prompts of a checkpoint directory; none if it has no such file.
-
-    Raises:
-        UserError: the file is malformed.
-    """
+    """Read the example prompts of a checkpoint directory; none if it has no such file."""
     file = path / EXAMPLES_FILE
     if not file.is_file():
         return []
@@ -64,9 +60,6 @@ def write_examples(path: Path, prompts: Iterable[Iterable[Mapping[str, Any]]]) -
     file.
 
     A prompt is the messages of a conversation before the answer.
-
-    Raises:
-        UserError: the file cannot be written.
     """
     distinct = {json.dumps(kept): kept for prompt in prompts if (kept := _plain(prompt))}
     examples = [{"messages": messages} for messages in islice(distinct.values(), _MOST)]
@@ -75,11 +68,7 @@ def write_examples(path: Path, prompts: Iterable[Iterable[Mapping[str, Any]]]) -
 
 
 def read_card(path: Path) -> str | None:
-    """Return the text of a checkpoint's card, without data for the hub; None if it has none.
-
-    Raises:
-        UserError: the card is no text.
-    """
+    """Return the text of a checkpoint's card, without data for the hub; None if it has none."""
     file = path / CARD_FILE
     if not file.is_file():
         return None

@@ -15,9 +15,6 @@ from mars_platform.errors import UserError
 def write_whole(directory: Path, name: str, text: str) -> Path:
     """Write a file of a checkpoint, replacing an existing one, and return its path; see
     `replacing`.
-
-    Raises:
-        UserError: the file cannot be written.
     """
     file = directory / name
     try:
@@ -61,11 +58,7 @@ def sync(path: Path) -> None:
 
 
 def check_writable(directory: Path, name: str) -> None:
-    """Check, before anything is measured, that ``directory`` takes files; errors name ``name``.
-
-    Raises:
-        UserError: the directory takes no files.
-    """
+    """Check, before anything is measured, that ``directory`` takes files; errors name ``name``."""
     try:
         with tempfile.NamedTemporaryFile(dir=directory, prefix="."):
             return

@@ -94,9 +94,6 @@ def check_weights(path: Path) -> dict[str, list[int]]:
 
     Returns:
         The shape of each tensor, by its name.
-
-    Raises:
-        UserError: a file of the weights cannot be read.
     """
     names, found = [_WEIGHTS], dict[str, list[int]]()
     if not (path / _WEIGHTS).is_file() and (path / _INDEX).is_file():
@@ -116,11 +113,7 @@ def check_weights(path: Path) -> dict[str, list[int]]:
 
 
 def check_chat_template(path: Path) -> None:
-    """Refuse a model without a chat template in any of the places that transformers reads.
-
-    Raises:
-        UserError: there is no chat template.
-    """
+    """Refuse a model without a chat template in any of the places that transformers reads."""
     if (path / "chat_template.jinja").is_file() or any(
         path.glob("additional_chat_templates/*.jinja")
     ):
@@ -133,11 +126,7 @@ def check_chat_template(path: Path) -> None:
 
 
 def read_mask_token_id(path: Path) -> int | None:
-    """Return the id of the mask token in ``tokenizer.json``; None if there is none.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """Return the id of the mask token in ``tokenizer.json``; None if there is none."""
     file = path / "tokenizer.json"
     if not file.is_file():
         return None  # transformers makes one of the model's other files

@@ -175,11 +175,7 @@ def verify(file_system: Any, directory: str) -> None:
 
 
 def check_size(file_system: Any, path: str, file: str, entry: FileEntry) -> None:
-    """Compare the size of a file with its entry, before anything of it is read.
-
-    Raises:
-        Damaged: the size differs, or there is a directory, device or pipe in the file's place.
-    """
+    """Refuse a file whose size is not its entry's, before anything of it is read."""
     info = file_system.info(path)
     if info["type"] != "file":
         raise Damaged(f"{file} is no file")
@@ -192,9 +188,6 @@ def refuse_unlisted(manifest: Manifest, present: Iterator[str]) -> None:
 
     Not meant are files that calibration writes, pictures and Markdown, and hidden files such as
     those of a version control system or a network disk: nothing reads them by themselves.
-
-    Raises:
-        Damaged: a file is not listed; the message names it.
     """
     for name in present:
         path = PurePosixPath(name)

@@ -128,11 +128,7 @@ def read_metadata_of(model: str | Path) -> tuple[Path, MarsMetadata | None]:
 
 
 def read_metadata(path: Path) -> MarsMetadata | None:
-    """Read ``mars.json`` of a checkpoint directory; None if there is none.
-
-    Raises:
-        UserError: the file is invalid.
-    """
+    """Read ``mars.json`` of a checkpoint directory; None if there is none."""
     file = path / METADATA_FILE
     if not file.is_file():
         return None
@@ -143,9 +139,6 @@ def check_mask_token(path: Path, metadata: MarsMetadata, found: int | None) -> N
     """Refuse a checkpoint whose tokenizer has another mask token than ``mars.json``, or none.
 
     ``found`` is the id of the mask token in the tokenizer, None if there is none.
-
-    Raises:
-        UserError: the ids differ.
     """
     if found != metadata.mask_token_id:
         raise UserError(
@@ -174,11 +167,7 @@ def refuse_foreign_files(path: Path) -> None:
 
 
 def refuse_adapter(path: Path) -> None:
-    """Refuse an adapter where a whole model is needed.
-
-    Raises:
-        UserError: the directory holds an adapter; the message says how to use it.
-    """
+    """Refuse an adapter where a whole model is needed."""
     if not (path / ADAPTER_FILE).exists():
         return
     remedy = "merge the adapter into its model's weights and give the result"

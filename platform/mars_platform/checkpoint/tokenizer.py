@@ -35,9 +35,6 @@ def read_end_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> frozen
 
     These are the tokenizer's and those of ``generation_config.json``, for which ``config.json``
     stands in as in transformers.
-
-    Raises:
-        UserError: a file is malformed.
     """
     files = [Path(path) / name for name in ("generation_config.json", "config.json")]
     file = next((file for file in files if file.is_file()), None)

@@ -8,11 +8,7 @@ from mars_platform.errors import UserError
 
 
 def parsed_address(text: str, option: str) -> httpx.URL:
-    """Return the server's address in ``text``; errors name ``option``, which it was given for.
-
-    Raises:
-        UserError: it is no HTTP address.
-    """
+    """Return the server's address in ``text``; errors name ``option``, which it was given for."""
     try:
         parsed = httpx.URL(text)
     except httpx.InvalidURL as error:

@@ -43,11 +43,7 @@ STYLE: dict[Any, Any] = {
 
 
 def write_picture(draw: Callable[[], Figure], file: Path | None) -> None:
-    """Draw a result into a file, whose suffix names the format; draw nothing without a file.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Draw a result into a file, whose suffix names the format; draw nothing without a file."""
     if file is None:
         return
     with mpl.rc_context(STYLE), writing(file):

@@ -148,11 +148,7 @@ def print_json(console: Console, content: Any) -> None:
 
 
 def write_json(path: Path, content: Any, indent: int = 1) -> None:
-    """Write a value to a JSON file, or to `STANDARD_OUTPUT`; see `jsonable`.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Write a value to a JSON file, or to `STANDARD_OUTPUT`; see `jsonable`."""
     text = json.dumps(jsonable(content), indent=indent, allow_nan=False)
     if path == STANDARD_OUTPUT:
         sys.stdout.write(text + "\n")
@@ -183,11 +179,7 @@ def finish_axes(
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn a failure to write a file within the block into one clear error.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Turn a failure to write a file within the block into one clear error."""
     try:
         yield
     except OSError as error:

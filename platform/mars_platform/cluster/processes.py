@@ -151,9 +151,6 @@ def attempt(
     ``tell`` gets one line for each failure that another attempt follows. Each message begins with
     ``name``, a noun for what is started, and the last one ends in ``remedy``. Only ``errors`` are
     tried again, never a `ValueError`, because arguments that are wrong stay wrong.
-
-    Raises:
-        UserError: the last attempt has failed.
     """
     for number in range(1, MAX_ATTEMPTS + 1):
         try:

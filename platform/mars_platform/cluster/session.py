@@ -35,9 +35,6 @@ def ray_session(
             cores the parts of a run then share.
         environment: variables for the processes of a local cluster; a variable that this process
             already has keeps its value.
-
-    Raises:
-        UserError: a local cluster does not start.
     """
     if ray.is_initialized():
         yield

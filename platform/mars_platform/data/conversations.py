@@ -152,11 +152,7 @@ def parse_conversation(text: str, columns: ColumnNames = NO_NAMES) -> Conversati
 
 
 def validate_conversation(row: Any, columns: ColumnNames = NO_NAMES) -> Conversation:
-    """Turn one decoded row of any shape into a conversation that ends with an assistant turn.
-
-    Raises:
-        UserError: the row is not such a conversation.
-    """
+    """Turn one decoded row of any shape into a conversation that ends with an assistant turn."""
     if not isinstance(row, dict):
         raise UserError('a row must be an object, such as {"messages": [...]}')
     shape, content = to_messages(row, columns)

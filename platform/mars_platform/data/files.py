@@ -103,9 +103,6 @@ def read_conversations(
     """Yield the usable conversations of some sources (see `find_files`), skipping bad rows.
 
     Bad rows are counted and reported when the data is prepared for training.
-
-    Raises:
-        UserError: a file is missing or broken.
     """
     for file in find_files(sources, setting):
         for line, content in read_rows(file, columns):

@@ -165,11 +165,7 @@ class PromptEncoder:
         return self._framed(self.sealed(text, with_spans=False), add_special_tokens).ids
 
     def check_length(self, text: str, max_tokens: int | None) -> None:
-        """Give up a long text with too many tokens, without holding all of them at once.
-
-        Raises:
-            TooManyTokens: the text has more than ``max_tokens``.
-        """
+        """Give up a long text with too many tokens, without holding all of them at once."""
         _check_length(self.tokenizer.backend_tokenizer, text, max_tokens)
 
     def text(

@@ -26,11 +26,7 @@ class DemoServer:
     _process: subprocess.Popen[bytes]
 
     def wait(self) -> None:
-        """Wait until the server ends by itself.
-
-        Raises:
-            CommandFailed: the exit status is not 0.
-        """
+        """Wait until the server ends by itself."""
         _check("serve", self._process.wait())
 
 

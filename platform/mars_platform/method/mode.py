@@ -29,11 +29,7 @@ def default_mode(*, has_masks: bool, has_threshold: bool) -> Mode:
 
 
 def check_threshold(name: str, threshold: float) -> None:
-    """Refuse a τ that is out of range; ``name`` is that of the field or option.
-
-    Raises:
-        UserError: τ is not in (0, 1].
-    """
+    """Refuse a τ that is out of range; ``name`` is that of the field or option."""
     if not 0.0 < threshold <= 1.0:
         raise UserError(f"{name}: {threshold} is not in (0, 1]; 1 is plain AR decoding")
 

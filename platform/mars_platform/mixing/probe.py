@@ -92,9 +92,6 @@ class Probe:
         vocabulary], behind the leading tokens. Half of the prefix, and half of the other tokens,
         have to agree: in a narrow type a mixture of experts may choose another expert for a few
         tokens.
-
-        Raises:
-            UserError: the message names the family and the difference.
         """
         with _refusals(self.family, way):
             found = compute()

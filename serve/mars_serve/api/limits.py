@@ -243,11 +243,7 @@ class Places:
 
     @contextmanager
     def take(self, caller: Caller, num: int) -> Iterator[None]:
-        """Hold places for ``num`` outputs within the block.
-
-        Raises:
-            ApiError: see `check`.
-        """
+        """Hold places for ``num`` outputs within the block."""
         self.check(caller, num)
         self._held[caller.name] += num
         self._num_held += num

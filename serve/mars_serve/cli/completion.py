@@ -51,11 +51,7 @@ class LocalCompletion:
 
 
 def generate_once(options: GenerateOptions) -> LocalCompletion:
-    """Load a model and complete one prompt; the output ends before the first stop string.
-
-    Raises:
-        UserError: the model or an option is unusable.
-    """
+    """Load a model and complete one prompt; the output ends before the first stop string."""
     sampling = _sampling(options)
     if "" in options.stop:
         raise UserError("--stop: an empty string is everywhere; leave it out")
@@ -92,11 +88,7 @@ def _sampling(options: GenerateOptions) -> Sampling:
 
 
 def read_json_schema(file: Path) -> GrammarSpec:
-    """Return the grammar for a JSON schema in a file.
-
-    Raises:
-        UserError: the file cannot be read, or holds no JSON.
-    """
+    """Return the grammar for a JSON schema in a file."""
     try:
         text = file.read_text(encoding="utf-8")
         json.loads(text)

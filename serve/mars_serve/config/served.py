@@ -195,11 +195,7 @@ class ServedModel:
         return adapted
 
     def read_lora(self, name: str, path: Path) -> LoraReference:
-        """Return a reference to a LoRA adapter that fits the model.
-
-        Raises:
-            UserError: it cannot be read, or does not fit.
-        """
+        """Return a reference to a LoRA adapter that fits the model."""
         from mars_serve.engine.lora_cache import read_weights
 
         checkpoint = self.masked or self.checkpoint

@@ -105,9 +105,6 @@ class Governor:
 
         The first ``basis`` of a model's autoscaling starts its decisions. It is None while the
         replica starts, and for a model that is not autoscaled.
-
-        Raises:
-            ValueError: the report is of another version of this package.
         """
         if report.version != REPORT_VERSION:
             raise ValueError(f"reports have version {REPORT_VERSION} here, not {report.version}")

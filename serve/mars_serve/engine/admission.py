@@ -25,11 +25,7 @@ class Limits:
     """Whether a pass may check drafts, of masks or of another source."""
 
     def check(self, request: Request) -> None:
-        """Refuse a request that could never run.
-
-        Raises:
-            UserError: the request exceeds a limit; the message names the option and the numbers.
-        """
+        """Refuse a request that could never run."""
         self._check_length(request)
         options = request.options
         self._check_ids(options)
@@ -89,11 +85,7 @@ class Limits:
 
 
 def check_mask(checkpoint: Checkpoint, vocabulary: int) -> None:
-    """Refuse a model without an embedding of its mask token; an adapter brings one along.
-
-    Raises:
-        UserError: the mask token's id is past the embeddings.
-    """
+    """Refuse a model without an embedding of its mask token; an adapter brings one along."""
     metadata = checkpoint.metadata
     if metadata is None or checkpoint.adapter is not None or checkpoint.masks_are_loras:
         return

@@ -344,11 +344,7 @@ class Engine:
     # Steps
 
     def step(self) -> list[StepOutput]:
-        """Run one forward pass over all scheduled requests and commit the accepted tokens.
-
-        Raises:
-            RuntimeError: see `finish_step`.
-        """
+        """Run one forward pass over all scheduled requests and commit the accepted tokens."""
         return self.finish_step(self.begin_step())
 
     def begin_step(self) -> Step | None:
@@ -395,11 +391,7 @@ class Engine:
         return outputs
 
     def check_integrity(self) -> None:
-        """Prove that no page leaks or is shared by mistake.
-
-        Raises:
-            AssertionError: the proof fails.
-        """
+        """Prove that no page leaks or is shared by mistake."""
         self._scheduler.check_integrity()
 
     def _take_live(self) -> None:

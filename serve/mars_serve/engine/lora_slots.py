@@ -60,11 +60,7 @@ class LoraSlots:
             request.lora_slot = -1
 
     def check_integrity(self, running: Collection[Request]) -> None:
-        """Prove that each running request holds the slot of its adapter, and nobody else does.
-
-        Raises:
-            AssertionError: the proof fails.
-        """
+        """Prove that each running request holds the slot of its adapter, and nobody else does."""
         for request in running:
             expected = -1 if request.lora is None else self._slots[request.lora.sum]
             assert request.lora_slot == expected, f"{request.id} holds slot {request.lora_slot}"

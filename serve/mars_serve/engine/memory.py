@@ -217,11 +217,7 @@ class Memory:
                 kind.pool.forget(keys)
 
     def check_integrity(self, running: Collection[Request]) -> None:
-        """Prove that no page leaks, is shared by mistake or is registered under a wrong key.
-
-        Raises:
-            AssertionError: the proof fails.
-        """
+        """Prove that no page leaks, is shared by mistake or is registered under a wrong key."""
         self.pool.check_integrity(request.pages for request in running)
         for request in running:
             assert self.pool.pages_for(request.num_cached) <= len(request.pages)

@@ -137,9 +137,6 @@ class PagePool:
         """Prove that each page is free, cached or held, and has as many references as holders.
 
         ``held`` has the pages of each holder.
-
-        Raises:
-            AssertionError: a page leaked or is held by mistake, or the index is wrong.
         """
         counts = Counter(chain.from_iterable(held))
         pages = sorted([*self._free, *self._cached, *counts])

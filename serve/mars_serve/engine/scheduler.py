@@ -112,11 +112,7 @@ class Scheduler:
         self.memory.commit(row, num_right)
 
     def check_integrity(self) -> None:
-        """Prove that no page leaks, is shared by mistake or is registered under a wrong key.
-
-        Raises:
-            AssertionError: the proof fails.
-        """
+        """Prove that no page leaks, is shared by mistake or is registered under a wrong key."""
         self.memory.check_integrity(self.running)
         waiting = self.waiting
         assert not any(item.pages or item.num_cached or item.state for item in waiting)

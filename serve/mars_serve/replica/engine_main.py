@@ -74,11 +74,7 @@ def prepare_process() -> None:
 
 
 def load(start: EngineStart) -> LoadedEngine:
-    """Load an engine and warm it up.
-
-    Raises:
-        UserError: the model cannot be loaded.
-    """
+    """Load an engine and warm it up."""
     # loading may use all threads; steps get a number by the size of the model
     torch.set_num_threads(start.settings.num_threads or start.num_threads)
     engine = load_engine(start.settings)

@@ -15,9 +15,6 @@ def load_engine(settings: ModelSettings) -> Engine:
     """Load a model into an engine of its own.
 
     A replica with a part of a GPU allocates no more than that part of its memory.
-
-    Raises:
-        UserError: the checkpoint cannot be read or served, or the device's memory does not hold it.
     """
     if settings.num_gpus:
         torch.cuda.set_per_process_memory_fraction(settings.num_gpus)
@@ -27,11 +24,7 @@ def load_engine(settings: ModelSettings) -> Engine:
 
 @contextmanager
 def within_memory(settings: ModelSettings) -> Iterator[None]:
-    """Turn the lack of a GPU's memory within the block into an error that says what there is.
-
-    Raises:
-        UserError: the memory of the model's part of a GPU does not suffice.
-    """
+    """Turn the lack of a GPU's memory within the block into an error that says what there is."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -66,11 +66,7 @@ class ModelReplica:
         return list(self._telemetry.collect())
 
     async def report(self) -> ReplicaReport:
-        """Return how full the engine is and what it decodes with.
-
-        Raises:
-            EngineDied: the engine has stopped.
-        """
+        """Return how full the engine is and what it decodes with."""
         self._engine.status()
         return self._governor.report()
 

@@ -45,11 +45,7 @@ class ThresholdController:
         self._apply()
 
     def take(self, published: PublishedThreshold, now_s: float) -> None:  # noqa: ARG002
-        """Follow the governor.
-
-        Raises:
-            EngineDied: the engine has stopped.
-        """
+        """Follow the governor."""
         self.published = published
         self._apply()
 
@@ -57,9 +53,6 @@ class ThresholdController:
         """Choose τ by the engine's load and apply it, if that is this object's task.
 
         ``now_s`` is the time on any clock that does not jump.
-
-        Raises:
-            EngineDied: the engine has stopped.
         """
 
     def _apply(self) -> None:

@@ -134,11 +134,7 @@ def check_first_rows(recipe: Recipe, encoder: TrainingEncoder, vocabulary_size: 
 
 
 def check_vocabulary(max_token_id: int, vocabulary_size: int) -> None:
-    """Refuse data with tokens beyond the model's embedding of ``vocabulary_size`` rows.
-
-    Raises:
-        UserError: the tokenizer belongs to another model.
-    """
+    """Refuse data with tokens beyond the model's embedding of ``vocabulary_size`` rows."""
     if max_token_id >= vocabulary_size:
         raise UserError(
             f"model: the data's labels are out of vocabulary: token ids go up to {max_token_id}, "

@@ -72,11 +72,7 @@ class RowReport:
         self._keys = array("q")  # for each line: the row's file, its line, its offset in `waiting`
 
     def add(self, rows: pa.Table) -> None:
-        """Add the rows of ``ENCODED_SCHEMA`` that were dropped, cut or noted.
-
-        Raises:
-            UserError: a whole file cannot be read.
-        """
+        """Add the rows of ``ENCODED_SCHEMA`` that were dropped, cut or noted."""
         columns = rows.select(["file", "line", "status", "reason"])
         for row in columns.filter(pc.not_equal(columns["status"], "used")).to_pylist():
             file = self._files[row["file"]]
@@ -109,9 +105,6 @@ def refuse_bad_data(
 
     ``dropped`` has ``file:line: reason`` of bad rows, of which the message shows the first; it also
     names ``report``, the file that lists them all, if there is one.
-
-    Raises:
-        UserError: no row is usable, or more are bad than allowed.
     """
     if not counts.num_examples and not counts.num_bad:
         raise UserError("data.train: the files hold no row; name files with conversations")
@@ -128,11 +121,7 @@ def refuse_bad_data(
 
 
 def refuse_no_end(counts: RowCounts, files: Sequence[str]) -> None:
-    """Refuse data from which a model learns to answer, but never to end.
-
-    Raises:
-        UserError: in no usable row, an end token is supervised.
-    """
+    """Refuse data from which a model learns to answer, but never to end."""
     if counts.num_with_end or not counts.num_examples:
         return
     problem = f"data.train: no end of a turn is learned from {', '.join(files[:_SHOWN_ROWS])}"
@@ -146,11 +135,7 @@ def refuse_no_end(counts: RowCounts, files: Sequence[str]) -> None:
 
 
 def refuse_few_rows(num_examples: int, recipe: Recipe) -> None:
-    """Refuse data that does not fill one batch of each stage.
-
-    Raises:
-        UserError: a stage's batch is larger than the data.
-    """
+    """Refuse data that does not fill one batch of each stage."""
     for stage in recipe.trained_stages:
         if num_examples < stage.batch_size:
             raise UserError(

@@ -75,9 +75,6 @@ class TokenStoreWriter:
 
     The store appears under ``path`` when ``finish`` is done, or not at all. It takes under 100
     bytes of memory per row.
-
-    Raises:
-        UserError: ``path`` exists already.
     """
 
     def __init__(self, path: Path) -> None:

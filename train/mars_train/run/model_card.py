@@ -24,11 +24,7 @@ _PLACEHOLDER = "OWNER/NAME"
 
 
 def model_card(directory: Path, repository: str = _PLACEHOLDER) -> str:
-    """Return the card of a checkpoint or adapter directory, with the hub's front matter.
-
-    Raises:
-        UserError: a file beside the weights is damaged.
-    """
+    """Return the card of a checkpoint or adapter directory, with the hub's front matter."""
     metadata = _content(directory / METADATA_FILE)
     recipe: dict[str, Any] = metadata.get("provenance", {}).get("recipe", {})
     base = _hub_id(recipe.get("model", {}).get("base"))

@@ -31,9 +31,6 @@ def prepare_start(directory: RunDirectory, base: Path | None, console: Console) 
     """Keep the recipe, create the model if there is no ``base``, and read the held-out set.
 
     The directory is cleared if the run is refused.
-
-    Raises:
-        UserError: the recipe's model or data is unusable.
     """
     recipe = directory.recipe
     with directory.cleared_if_refused():

@@ -114,11 +114,7 @@ class RunDirectory:
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Create and lock the directory during the block.
-
-        Raises:
-            UserError: another run has locked it, or it cannot be written.
-        """
+        """Create and lock the directory during the block."""
         with self._opened_lock() as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process

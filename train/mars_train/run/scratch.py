@@ -36,9 +36,6 @@ def create_model(
 
     The embedding is padded to a multiple of 64 rows with at least one spare row, as in published
     models, which a mask token can take later.
-
-    Raises:
-        UserError: transformers cannot build a model of this configuration.
     """
     tokenizer = train_tokenizer(islice(texts, _TOKENIZER_TEXTS), scratch.vocabulary_size)
     rows = (len(tokenizer) // _ROW_MULTIPLE + 1) * _ROW_MULTIPLE

@@ -26,9 +26,6 @@ def add_adapter(
 
     The checkpoint's tokenizer names the mask token. ``base`` is the model's directory or hub id, to
     tell users; ``provenance`` has facts about the run.
-
-    Raises:
-        UserError: the model lacks a target module.
     """
     identity = identify_base(checkpoint.path, checkpoint.tokenizer, base)
     mask_token_id, is_new = name_mask_token(checkpoint.tokenizer)

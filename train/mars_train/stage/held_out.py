@@ -49,11 +49,7 @@ class HeldOutSet:
 def read_held_out(
     settings: EvaluationSettings, data: DataSettings, checkpoint: Checkpoint
 ) -> HeldOutSet:
-    """Read the set and encode it with the model's tokenizer.
-
-    Raises:
-        UserError: a file is missing, or any row is bad.
-    """
+    """Read the set and encode it with the model's tokenizer."""
     files = [Path(file) for file in find_files(settings.data, "evaluation.data")]
     items = read_items(
         files,

@@ -37,9 +37,6 @@ def refuse_other_runs(storage: Storage, recipe: Recipe) -> None:
     """Refuse a storage whose newest checkpoint of a stage belongs to a run of another recipe.
 
     A checkpoint that cannot be read is left to the workers, which set damaged ones aside.
-
-    Raises:
-        UserError: see `refuse_other_run`.
     """
     for stage in recipe.stages:
         stored = Storage(storage.path(stage.name))

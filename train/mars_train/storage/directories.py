@@ -82,11 +82,7 @@ class Storage:
         return "/".join([self._root.rstrip("/"), *parts])
 
     def check(self) -> None:
-        """Refuse a root that cannot be listed or, on local disk, not be written.
-
-        Raises:
-            UserError: see above.
-        """
+        """Refuse a root that cannot be listed or, on local disk, not be written."""
         try:
             if self.is_local:
                 _try_to_write(Path(self.root))

@@ -35,11 +35,7 @@ def save_shards(directory: Path, tensors: Mapping[str, Tensor], rank: int, num_r
 
 
 def load_shards(directory: Path, targets: Mapping[str, Tensor]) -> None:
-    """Fill the targets in place from the files of any number of workers.
-
-    Raises:
-        KeyError: a target is not in the files.
-    """
+    """Fill the targets in place from the files of any number of workers."""
     with ExitStack() as stack, torch.no_grad():
         pieces = _find_pieces(directory, stack)
         for name, target in targets.items():

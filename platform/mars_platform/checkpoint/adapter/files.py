@@ -199,9 +199,6 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
     They are copied, since a file that is mapped into memory would change weights in use when it is
     written anew, or end the process when it becomes shorter.
-
-    Raises:
-        UserError: the weights are missing or damaged.
     """
     file = path / ADAPTER_WEIGHTS_FILE
     try:
@@ -242,11 +239,7 @@ def save_adapter(
 
 
 def identify_base(path: Path, tokenizer: PreTrainedTokenizerBase, name: str) -> BaseIdentity:
-    """Return what binds an adapter to the model in ``path``, which users know by ``name``.
-
-    Raises:
-        UserError: a file of the model is damaged.
-    """
+    """Return what binds an adapter to the model in ``path``, which users know by ``name``."""
     config = read_json(path / "config.json", "copy the model's file again")
     kept = {key: value for key, value in config.items() if key not in _WITHOUT_EFFECT}
     return BaseIdentity(

@@ -268,9 +268,6 @@ def check_prompt_ids(where: str, ids: Sequence[int], model: ServedModel, caller:
 
     These are ids without a token, the mask, and control tokens if the caller may not send them,
     except for those that the tokenizer itself adds before and behind a text.
-
-    Raises:
-        ApiError: status 400.
     """
     tokenizer, encoder = model.checkpoint.tokenizer, model.prompts
     check_token_ids(where, ids, len(tokenizer))
@@ -296,11 +293,7 @@ def check_prompt_ids(where: str, ids: Sequence[int], model: ServedModel, caller:
 
 
 def check_num_choices(body: GenerationRequest, num_prompts: int, limits: LimitSettings) -> int:
-    """Return the number of outputs; refuse more than the server's limits allow.
-
-    Raises:
-        ApiError: status 400.
-    """
+    """Return the number of outputs; refuse more than the server's limits allow."""
     wanted = num_prompts * (body.n or 1)
     if wanted > limits.choices:
         field = "n" if (body.n or 1) > 1 else "prompt"

@@ -140,11 +140,7 @@ _FORMS: dict[Family, tuple[re.Pattern[str], str | None, str]] = {
 
 
 def find_format(tokenizer: PreTrainedTokenizerBase) -> CallFormat | None:
-    """Detect how a model writes calls; None if its template renders calls in no known format.
-
-    Raises:
-        UserError: the model has no chat template, or one that does not support tools.
-    """
+    """Detect how a model writes calls; None if its template renders calls in no known format."""
     try:
         text = render_prompt(tokenizer, _TURNS, [_TOOL], add_generation_prompt=False)
     except UserError:  # the template may be unable to render a result, for instance

@@ -77,9 +77,6 @@ def decode_with_engine(
     """Decode with marsray's engine, which gets all requests at once and admits them as others end.
 
     Each request's ``max_tokens`` replaces that of ``options``.
-
-    Raises:
-        UserError: the engine fails a request.
     """
     running = [
         Request(each.id, list(each.prompt), replace(options, max_tokens=each.max_tokens))

@@ -92,11 +92,7 @@ class BenchModel:
 def trained_model(
     name: str, dtype: torch.dtype, device: str, *, adapter: Path | None = None
 ) -> BenchModel:
-    """Return the model of a checkpoint directory or hub id, with an adapter if one is given.
-
-    Raises:
-        UserError: the checkpoint or the adapter cannot be read.
-    """
+    """Return the model of a checkpoint directory or hub id, with an adapter if one is given."""
     checkpoint = read_model(name, adapter)
 
     def create() -> PreTrainedModel:
@@ -110,9 +106,6 @@ def untrained_model(name: str, dtype: torch.dtype, device: str, seed: int) -> Be
 
     ``name`` is a preset or a ``config.json``. The last token id is the mask, the block size is 4,
     and there is no tokenizer and no end token.
-
-    Raises:
-        UserError: there is no such preset or file, or the family is not supported.
     """
     config = _config(name)
     metadata = MarsMetadata(

@@ -99,11 +99,7 @@ class DecodeComparison:
 
 
 def compare(options: DecodeOptions, console: Console) -> DecodeComparison:
-    """Run the benchmark, with progress on ``console``.
-
-    Raises:
-        UserError: the model, the data or an option is unusable.
-    """
+    """Run the benchmark, with progress on ``console``."""
     _check(options)
     if options.threads is not None:
         torch.set_num_threads(options.threads)

@@ -38,11 +38,7 @@ class RaggedShape:
     output: tuple[int, int] = (16, 256)
 
     def check(self, max_length: int) -> None:
-        """Refuse ranges that are empty or longer than the model's context.
-
-        Raises:
-            UserError: a range is bad; names its option.
-        """
+        """Refuse ranges that are empty or longer than the model's context."""
         for option, (least, most) in (
             ("--prompt-tokens", self.prompt),
             ("--output-tokens", self.output),

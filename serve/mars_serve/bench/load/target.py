@@ -90,22 +90,14 @@ async def max_length_of(client: httpx.AsyncClient, model: str) -> int:
 
 
 async def vocabulary_of(client: httpx.AsyncClient, model: str) -> list[int]:
-    """Return distinct token ids of ordinary text, in rising order, for made-up prompts.
-
-    Raises:
-        UserError: the server does not tokenize.
-    """
+    """Return distinct token ids of ordinary text, in rising order, for made-up prompts."""
     body = {"model": model, "prompt": _WORDS, "add_special_tokens": False}
     tokens = await _ask(client, _Tokens, "POST", "/tokenize", body)
     return sorted(set(tokens.tokens))
 
 
 async def prompt_length_of(client: httpx.AsyncClient, model: str, request: dict[str, Any]) -> int:
-    """Return the number of tokens of the prompt that a conversation becomes.
-
-    Raises:
-        UserError: the server refuses the conversation.
-    """
+    """Return the number of tokens of the prompt that a conversation becomes."""
     body = {"model": model, **request}
     return len((await _ask(client, _Tokens, "POST", "/tokenize", body)).tokens)
 

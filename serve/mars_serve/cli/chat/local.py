@@ -30,11 +30,7 @@ class LocalModel:
     """A checkpoint that runs in this process."""
 
     def __init__(self, name: str, adapter: Path | None = None) -> None:
-        """Load a checkpoint, a directory or hub id, in the number type that it is stored in.
-
-        Raises:
-            UserError: the checkpoint cannot be used, or has no chat template.
-        """
+        """Load a checkpoint, a directory or hub id, in the number type that it is stored in."""
         checkpoint = read_model(name, adapter)
         check_chat_template(checkpoint.path)
         self.name = name

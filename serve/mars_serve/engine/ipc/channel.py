@@ -23,6 +23,8 @@ class ChannelClosed(EOFError):
 class Channel:
     """One end of a stream socket; any thread may send, one thread at a time may receive.
 
+    Both raise `ChannelClosed` once either end is closed, or if what came is no message.
+
     The socket may be made non-blocking by whoever watches it, as uvloop does: nothing here relies
     on its mode.
     """
@@ -45,9 +47,6 @@ class Channel:
 
         What the socket has no room for is kept and sent by a thread, so that a process that reads
         late or not at all never stops an event loop or an engine's steps.
-
-        Raises:
-            ChannelClosed: either end is closed.
         """
         body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         data = memoryview(_HEADER.pack(len(body)) + body)
@@ -61,11 +60,7 @@ class Channel:
                 self._wake_sender()
 
     def receive(self) -> list[object]:
-        """Wait for at least one message and return all that have arrived.
-
-        Raises:
-            ChannelClosed: either end is closed, or what came is no message.
-        """
+        """Wait for at least one message and return all that have arrived."""
         while True:
             messages = self.receive_available()
             if messages:
@@ -73,11 +68,7 @@ class Channel:
             _wait_for(self._socket, select.POLLIN)
 
     def receive_available(self) -> list[object]:
-        """Return the messages that have arrived, possibly none, without waiting.
-
-        Raises:
-            ChannelClosed: either end is closed, or what came is no message.
-        """
+        """Return the messages that have arrived, possibly none, without waiting."""
         try:
             data = self._socket.recv(_READ_SIZE, socket.MSG_DONTWAIT)
         except BlockingIOError:

@@ -114,7 +114,8 @@ class EngineClient:
     """The asyncio side of a connection to an engine that steps in another process or thread.
 
     Requests run on one event loop at a time; another loop may take over once no request is left.
-    The engine's starter has a client, and so has every process that sends it requests.
+    The engine's starter has a client, and so has every process that sends it requests. Once the
+    engine has stopped, methods raise `EngineDied`.
     """
 
     def __init__(self, channel: Channel, worker: Worker, *, is_always_heard: bool = False) -> None:
@@ -180,27 +181,16 @@ class EngineClient:
         """Change the live decoding from the next step on, for running requests as well.
 
         Any thread may call this.
-
-        Raises:
-            EngineDied: the engine has stopped.
         """
         self._send(live)
         self._live = live
 
     def set_late_rule(self, rule: LateRule | None) -> None:
-        """Refuse requests that would come too late by a rule. Any thread may call this.
-
-        Raises:
-            EngineDied: the engine has stopped.
-        """
+        """Refuse requests that would come too late by a rule. Any thread may call this."""
         self._send(SetLateRule(rule))
 
     def tell(self, condition: Condition) -> None:
-        """Tell all who send requests how the engine is. Any thread may call this.
-
-        Raises:
-            EngineDied: the engine has stopped.
-        """
+        """Tell all who send requests how the engine is. Any thread may call this."""
         self.condition = condition
         self._send(condition)
 
@@ -231,11 +221,7 @@ class EngineClient:
         return self.condition.is_overdue or self._silent_s >= _OVERDUE_S
 
     def note_demand(self, demand: Demand) -> None:
-        """Tell the engine what waits here.
-
-        Raises:
-            EngineDied: the engine has stopped.
-        """
+        """Tell the engine what waits here."""
         self._send(demand)
 
     @property
@@ -244,11 +230,7 @@ class EngineClient:
         return len(self._streams)
 
     def status(self) -> EngineStatus:
-        """Return how full the engine was at its last report. Any thread may call this.
-
-        Raises:
-            EngineDied: the engine has stopped.
-        """
+        """Return how full the engine was at its last report. Any thread may call this."""
         if not self.is_alive:
             raise EngineDied("the engine has stopped")
         return self._status

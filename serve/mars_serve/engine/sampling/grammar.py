@@ -327,11 +327,7 @@ class Matcher:
         return allowed
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """Take the leading tokens that the grammar allows, and return their number.
-
-        Raises:
-            GrammarError: a limit is reached.
-        """
+        """Take the leading tokens that the grammar allows, and return their number."""
         with self._timed():
             self._return()
             num_taken = self._take(tokens)
@@ -350,9 +346,6 @@ class Matcher:
 
         The result is None if the grammar does not allow these tokens, or no token after them. The
         parser keeps them until the next query, so each token of a growing run is parsed once.
-
-        Raises:
-            GrammarError: a limit is reached.
         """
         with self._timed():
             allowed = self._look(tokens)

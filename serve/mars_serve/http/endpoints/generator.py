@@ -83,11 +83,7 @@ class Generator:
     async def complete(
         self, body: CompletionRequest, request: Request, dialect: Dialect
     ) -> Response:
-        """Continue prompts.
-
-        Raises:
-            ApiError: the request cannot be served.
-        """
+        """Continue prompts."""
         call = self._begin(body, request, dialect, body.num_prompts or 1)
         reader = PromptReader(call.model, self.limits, call.caller)
 
@@ -101,11 +97,7 @@ class Generator:
     async def chat(
         self, body: ChatCompletionRequest, request: Request, dialect: Dialect
     ) -> Response:
-        """Answer a conversation, to which the bodies of all other dialects are translated.
-
-        Raises:
-            ApiError: the request cannot be served.
-        """
+        """Answer a conversation, to which the bodies of all other dialects are translated."""
         with renaming(dialect.names):
             call = self._begin(body, request, dialect)
             return await self._respond(call, lambda: call.read_chat(body))
@@ -113,11 +105,7 @@ class Generator:
     async def count(
         self, body: ChatCompletionRequest, request: Request, dialect: Dialect
     ) -> Response:
-        """Return the number of tokens of a conversation's prompt, which may be too long to answer.
-
-        Raises:
-            ApiError: the conversation cannot be read.
-        """
+        """Return the number of tokens of a conversation, which may be too long to answer."""
         record, load = request.state.record, request.state.load
         record.model = body.model
         with renaming(dialect.names):

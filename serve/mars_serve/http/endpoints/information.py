@@ -167,11 +167,7 @@ def _answer_head(router: APIRouter) -> None:
 
 
 def find_model(models: Mapping[str, ServedModel], name: str) -> ServedModel:
-    """Return the model with a name, which may be that of a LoRA adapter.
-
-    Raises:
-        ApiError: status 404: there is no such model.
-    """
+    """Return the model with a name, which may be that of a LoRA adapter."""
     if name not in models:
         for model in models.values():
             if (lora := model.loras.current.get(name)) is not None:

@@ -108,11 +108,7 @@ def measure_calibration(
 
 
 def check_halves(items: Iterable[EvalItem]) -> None:
-    """Refuse items that cannot be split into a half to fit on and a half to check on.
-
-    Raises:
-        UserError: all items fall into one half.
-    """
+    """Refuse items that cannot be split into a half to fit on and a half to check on."""
     if len({is_fitted(item.prompt) for item in items}) < 2:
         raise UserError(
             "data: all conversations fall into one of the two halves, to fit on and to check on; "

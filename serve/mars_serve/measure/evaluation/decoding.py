@@ -94,11 +94,7 @@ def device_and_dtype(device: str, dtype: NumberType | None, model: str) -> tuple
 
 
 def available_device(device: str) -> str:
-    """Return ``cpu`` or ``cuda`` for a device, which may be ``auto``: CUDA if there is one.
-
-    Raises:
-        UserError: the device is ``cuda`` and there is none.
-    """
+    """Return ``cpu`` or ``cuda`` for a device, which may be ``auto``: CUDA if there is one."""
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
         raise UserError("--device: there is no CUDA device on this machine; use cpu")
@@ -123,9 +119,6 @@ def evaluation_engine(
     setting is of mode exact, whose steps are wider, and pages hold ``min_pool_tokens`` at least. A
     ``model`` is taken over: the engine moves it, sets it to evaluation and changes its attention,
     so one in training must be copied first. Without it, the weights are loaded.
-
-    Raises:
-        UserError: the weights cannot be loaded.
     """
     settings = settings_with_room(
         checkpoint,
@@ -206,9 +199,6 @@ def run_setting(
 
     ``on_progress`` gets the number of finished items whenever it has grown, and their quality and
     speed so far in words. The decoded items are in the order of the items.
-
-    Raises:
-        UserError: the model cannot decode in this setting.
     """
     running: dict[str, Request] = {}
     passes: list[list[StepOutput]] = [[] for _ in items]

@@ -53,11 +53,7 @@ class Evaluation:
 
 
 def evaluate(options: EvalOptions, console: Console) -> Evaluation:
-    """Measure every setting, with progress on ``console``.
-
-    Raises:
-        UserError: the model, the data or an option is unusable.
-    """
+    """Measure every setting, with progress on ``console``."""
     for threshold in options.thresholds:
         check_threshold("--threshold", threshold)
     device, dtype = device_and_dtype(options.device, options.dtype, options.model)

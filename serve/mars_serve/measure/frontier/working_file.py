@@ -62,11 +62,7 @@ class WorkingFile:
         self.kept = _read(self.path, key) or KeptMeasurements(key=key)
 
     def keep(self, **parts: Any) -> None:
-        """Add fields of `KeptMeasurements` to the file.
-
-        Raises:
-            UserError: the file cannot be written.
-        """
+        """Add fields of `KeptMeasurements` to the file."""
         self.kept = self.kept.model_copy(update=parts)
         write_whole(self.path.parent, self.path.name, self.kept.model_dump_json())
 
