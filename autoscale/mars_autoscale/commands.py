@@ -68,7 +68,6 @@ def simulate(options: SimulateOptions) -> None:
 
 
 def _requests(settings: SimulationConfig, options: SimulateOptions) -> list[TraceRequest]:
-    """Read the trace file, or generate the config's synthetic trace."""
     from mars_autoscale.traces.synthetic import generate
     from mars_platform.errors import UserError
 

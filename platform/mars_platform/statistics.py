@@ -117,7 +117,6 @@ def difference_of_ratios(
 def _residuals(
     numerators: Sequence[float], denominators: Sequence[float]
 ) -> tuple[float, list[float]]:
-    """Return the ratio of totals, and by how much each item moves it."""
     total = math.fsum(denominators)
     ratio = math.fsum(numerators) / total
     pairs = zip(numerators, denominators, strict=True)

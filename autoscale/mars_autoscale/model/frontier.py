@@ -262,7 +262,6 @@ def _rising(values: Sequence[float]) -> list[float]:
 
 
 def _windows(point: FrontierPoint, factor: float = 1.0) -> tuple[Window, ...]:
-    """Return a point's windows with so many times its tokens per pass."""
     return tuple(
         Window(max(each.tokens_per_forward * factor, 1.0), each.positions_per_row)
         for each in point.windows

@@ -126,7 +126,6 @@ class InnerLoop:
     def _cause_of(
         self, before: tuple[float, float], sample: EngineSample, *, is_by_load: bool, is_climb: bool
     ) -> Cause:
-        """Return why τ has changed from what it was before."""
         if self._thresholds < before:
             return Cause.LOAD if is_by_load else Cause.ARRIVALS
         if not 0.0 <= sample.prompt_share < self._settings.max_prompt_share:

@@ -160,7 +160,6 @@ def counts_of(
 
 
 def _span_of(position: int) -> int:
-    """Return the index of the span of a token, the first being 1."""
     if position >= _STARTS[-1]:
         return NUM_SPANS - 1
     octave = position.bit_length() - 1

@@ -77,12 +77,10 @@ class _Share:
 
     @property
     def demand(self) -> int:
-        """Number of requests that wait at the ingress, as far as is known."""
         return max(self.num_wanted - self.num_received, 0)
 
     @property
     def credit(self) -> int:
-        """Number of requests that may still come within the limit."""
         return max(self.limit - self.num_received, 0)
 
 
@@ -161,13 +159,11 @@ class Grants:
         return changed
 
     def _needed(self, free: int) -> dict[str, int]:
-        """Return the credits for requests that wait."""
         wanted = {name: share.demand for name, share in self._shares.items()}
         held = {name: share.num_held for name, share in self._shares.items()}
         return _fill(held, wanted, free)
 
     def _standing(self, needed: Mapping[str, int], left: int) -> dict[str, int]:
-        """Return the credits for requests that have not arrived yet."""
         if not self._shares:
             return {}
         even = left // len(self._shares)

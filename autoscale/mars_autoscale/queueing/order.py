@@ -76,8 +76,6 @@ class QueuedRequest(Generic[ItemT]):
 
 @dataclass(eq=False, slots=True)
 class _Flow(Generic[ItemT]):
-    """One key's requests of one tier."""
-
     key: str
     start: int
     """Start tag, in tokens."""
@@ -117,7 +115,6 @@ class _Flow(Generic[ItemT]):
             self._leave_early(first)
 
     def first(self, now_s: float) -> QueuedRequest[ItemT] | None:
-        """Return the request that is served next; None if none waits."""
         self.note_late(now_s)
         oldest = self.waiting.first()
         is_turn_of_late = self.num_in_time >= LATE_TURN - 1 or not self.early
@@ -180,7 +177,6 @@ class _Shares(Generic[ItemT]):
             self._update(flow)
 
     def num_early(self, now_s: float) -> int:
-        """Return the number of waiting requests that are not late."""
         for flow in self._backlogged:
             flow.note_late(now_s)
         return sum(len(flow.early) for flow in self._backlogged)

@@ -64,8 +64,6 @@ class JointPolicy:
 
 
 class _ControllerView(NamedTuple):
-    """The knowledge of Serve's controller about a deployment."""
-
     ready: list[str]
     num_target: int
 

@@ -46,8 +46,6 @@ class Served:
 
 @dataclass(slots=True)
 class _SimulatedRow:
-    """A running request."""
-
     served: Served
     end: float
     """Value of the lane's token counter at which all of the output is there."""
@@ -79,7 +77,6 @@ class _Lane:
     """Number of rows that were ever admitted."""
 
     def admit(self, served: Served) -> None:
-        """Let a waiting request run."""
         self.num_waiting -= 1
         row = _SimulatedRow(
             served, self.tokens + served.request.output_tokens, self.loss, self.tokens

@@ -27,7 +27,6 @@ class _WindowMean:
         self._values: deque[tuple[float, float]] = deque()
 
     def add(self, now_s: float, value: float) -> float:
-        """Add a value, and return the mean."""
         self._values.append((now_s, value))
         while self._values[0][0] <= now_s - self._window_s:
             self._values.popleft()

@@ -177,7 +177,6 @@ class Simulation:
         return LateRule(each_s, self._objective_ttft_s).late_s(num_ahead) > 0
 
     def _send(self) -> None:
-        """Send waiting requests to replicas, and let those begin that are not in a step."""
         if not len(self._dispatch):
             return
         now = self._events.now_s

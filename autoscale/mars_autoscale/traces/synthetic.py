@@ -217,7 +217,6 @@ def _with_tiers(
 
 
 def _draw_lengths(lengths: Lengths, num: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Return random numbers of tokens, int64 [num]."""
     tokens = rng.lognormal(math.log(lengths.mean) - lengths.sigma**2 / 2, lengths.sigma, num)
     in_tail = rng.random(num) < lengths.tail_share
     times = lengths.tail_times * (1 + rng.pareto(_TAIL_INDEX, num))

@@ -87,7 +87,6 @@ def _is_path(model: str) -> bool:
 
 
 def _download(model: str, patterns: list[str]) -> Path:
-    """Return the directory of a hub model's files, which has the name of their commit."""
     path = Path(model)
     if path.exists():
         refuse_adapter(path)

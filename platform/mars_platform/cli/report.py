@@ -84,7 +84,6 @@ def table_of(
 
 
 def _text(value: float | str | None, spec: str, infinite: str) -> str:
-    """Return a number as text, nothing for None and a word for infinity; text stays as it is."""
     if value is None:
         return ""
     if isinstance(value, str):

@@ -80,7 +80,6 @@ def _array_items(reader: io.TextIOWrapper) -> Iterator[bytes]:
 
 
 def _check_end(reader: io.TextIOWrapper, rest: str) -> None:
-    """Refuse anything but white space in ``rest`` and what the reader has behind it."""
     while rest:
         if rest.strip():
             raise ValueError("something follows the end of the array")

@@ -193,7 +193,6 @@ class _Renderer:
         add_generation_prompt: bool = False,
         end_mark: str = "",
     ) -> str:
-        """Return the text of messages, with a mark behind the content of the last one."""
         return self.marked(messages, add_generation_prompt, end_mark)[0]
 
     def marked(
@@ -202,7 +201,6 @@ class _Renderer:
         add_generation_prompt: bool = False,
         end_mark: str = "",
     ) -> tuple[str, Spans]:
-        """Return the text of messages, and what ``{% generation %}`` marks in it."""
         try:
             try:
                 return self._run(adapted(messages, self.template), add_generation_prompt, end_mark)
@@ -387,7 +385,6 @@ def _ended(
 def _problem(
     renderer: _Renderer, index: int, message: dict[str, Any], answer: str, *, has_end: bool
 ) -> str | None:
-    """Return what a template does not write of a message."""
     thinking, content = split_thinking(message)
     calls = [
         renderer.shielded(each["function"]["name"]) for each in message.get("tool_calls") or ()
@@ -443,7 +440,6 @@ def _sealed(rendered: RenderedTurns, shield: Shield) -> RenderedTurns:
 def _template_of(
     tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]] | None = None
 ) -> str:
-    """Return the text of the chat template; of several, the one for tools if tools are given."""
     if tokenizer.chat_template is None:
         raise UserError(
             "messages: the tokenizer has no chat template; add one as chat_template.jinja"

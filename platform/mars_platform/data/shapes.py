@@ -132,13 +132,11 @@ def _alpaca(row: Mapping[str, Any]) -> list[Any]:
 
 
 def _with_system(turns: list[Any], system: Any) -> list[Any]:
-    """Put the text of the column ``system`` before turns that begin without one."""
     is_there = bool(turns) and isinstance(turns[0], dict) and turns[0].get("role") == "system"
     return turns if is_there or not system else [{"role": "system", "content": system}, *turns]
 
 
 def _plain_turn(turn: Any, place: str) -> Any:
-    """Return a turn with OpenAI's names of roles and keys, and its content as one text."""
     if not isinstance(turn, dict):
         return turn
     found = {key: each for key, each in turn.items() if each is not None}
@@ -163,7 +161,6 @@ def _plain_turn(turn: Any, place: str) -> Any:
 
 
 def _text(content: Any, place: str) -> Any:
-    """Join the text parts of a content by line breaks, as the server does for requests."""
     if not isinstance(content, list):
         return content
     for index, part in enumerate(content):
@@ -210,7 +207,6 @@ def _with_call_ids(turns: list[Any]) -> list[Any]:
 
 
 def _tools(tools: Any) -> Any:
-    """Return functions in OpenAI's form; None if there are none."""
     tools = _decoded(tools, "tools")
     if not isinstance(tools, list):
         return tools or None

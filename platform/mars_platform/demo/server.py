@@ -31,11 +31,7 @@ class DemoServer:
 
 
 def run_command(arguments: list[str], environment: dict[str, str]) -> None:
-    """Run one marsray command, with its output on the terminal, until it ends.
-
-    Raises:
-        CommandFailed: the exit status is not 0.
-    """
+    """Run one marsray command, with its output on the terminal, until it ends."""
     process = start_process([*_COMMAND, *arguments], environment)
     try:
         status = process.wait()

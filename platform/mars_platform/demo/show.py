@@ -44,8 +44,6 @@ _SVG_WIDTH = 80
 
 @dataclass
 class _Demo:
-    """The demo while it runs."""
-
     options: DemoOptions
     console: Console
     work: Path
@@ -103,7 +101,6 @@ def _make_model(demo: _Demo) -> None:
 
 
 def _serve(demo: _Demo) -> None:
-    """Serve both models, measure them and show what was found."""
     demo.console.rule("3 of 4  serving on Ray Serve, asked over REST with the openai client")
     # the pages show the first one first
     models = {MARS_MODEL: demo.work / "model", AR_MODEL: demo.work / "train" / "stages" / "ar"}
@@ -130,7 +127,6 @@ def _calibrate(demo: _Demo) -> None:
 
 
 def _show(demo: _Demo, server: DemoServer, items: list[Item]) -> None:
-    """Measure the server, and print one answer, the table and two sentences."""
     console = demo.console
     with demo.timed("measure"), progress_display() as display:
         results = asyncio.run(measure(server.base_url, SETTINGS, items, display))
@@ -162,7 +158,6 @@ def _print_results(
 def _draw_results(
     path: Path, question: str, passes: Sequence[str], results: Sequence[DemoResult]
 ) -> None:
-    """Write what `_print_results` shows on a terminal to an SVG file."""
     terminal = Console(
         record=True,
         file=StringIO(),
@@ -177,7 +172,6 @@ def _draw_results(
 
 
 def _print_next(demo: _Demo, server: DemoServer, item: Item) -> None:
-    """Print what to type next."""
     keep = demo.options.keep
     if keep is not None:
         say(demo.console, f"kept: {keep}/model, {keep}/data/eval.jsonl")

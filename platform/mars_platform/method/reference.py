@@ -100,7 +100,6 @@ def decode(
 def _likeliest(
     logits: Tensor, output: list[int], forbidden: Callable[[list[int]], Sequence[int]] | None
 ) -> Tensor:
-    """Return the likeliest token at each depth that may follow the output: int64 [depths]."""
     if forbidden is None:
         return logits.argmax(-1)
     for scores in logits:

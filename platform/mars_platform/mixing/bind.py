@@ -128,7 +128,6 @@ def _attend(
     attention_mask: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend in one layer; transformers' models call this."""
     call = read_call(module, query, key, value, mask=attention_mask, **others)
     latents = absorbed(module)
     if latents is None:

@@ -183,7 +183,6 @@ class _Recorder:
             _RECORDER.reset(before)
 
     def attend(self, call: AttentionCall, mask: Tensor | None) -> Tensor:
-        """Return what query, key and value of the same position give; see `Mixing.attend`."""
         self._calls.append((call, mask))
         groups = call.query.shape[1] // call.key.shape[1]
         key, value = (each.repeat_interleave(groups, dim=1) for each in (call.key, call.value))
@@ -192,7 +191,6 @@ class _Recorder:
         return (value * gate).transpose(1, 2).contiguous()
 
     def scan(self, call: ScanCall) -> Tensor:
-        """Return what all inputs of the same position give; see `Recurrence.scan`."""
         heads, key_dim = call.key.shape[2:]
         how = call.rate is not None, call.decay.shape[-1] > 1
         self._scans.append(ScanSpec(heads, key_dim, call.value.shape[-1], *how))
@@ -201,7 +199,6 @@ class _Recorder:
         return call.value * gate[..., None]
 
     def convolve(self, call: ConvolveCall) -> Tensor:
-        """Return what input and weights of the same position give; see `Recurrence.convolve`."""
         channels, kernel = call.weight.shape
         self._convolutions.append(ConvSpec(channels, kernel))
         return call.inputs * call.weight[:, -1]
@@ -216,7 +213,6 @@ class _Recorder:
         return mask
 
     def specs(self) -> LayerSpecs:
-        """Return what the calls so far ask for."""
         calls = sorted(self._calls, key=lambda x: x[0].layer)
         attention = tuple(self._spec(*each) for each in calls)
         return LayerSpecs(attention, tuple(self._scans), tuple(self._convolutions))

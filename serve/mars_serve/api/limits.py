@@ -96,7 +96,6 @@ class _Running:
         self._num_charged = 0
 
     def newly_used(self) -> int:
-        """Return the number of tokens used since the last call."""
         before, self._num_charged = self._num_charged, self._num_tokens()
         return self._num_charged - before
 

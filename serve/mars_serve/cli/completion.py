@@ -80,7 +80,6 @@ def generate_once(options: GenerateOptions) -> LocalCompletion:
 
 
 def _sampling(options: GenerateOptions) -> Sampling:
-    """Return the parameters of sampling, with a random seed if none is given and one is needed."""
     seed = options.seed
     if seed is None:
         seed = draw_seed() if options.temperature else 0

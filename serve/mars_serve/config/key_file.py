@@ -52,7 +52,6 @@ class KeyEntry(KeyRights):
 
 
 def _distinct(entries: list[KeyEntry]) -> list[KeyEntry]:
-    """Refuse keys that share a name or a hash; the error names them."""
     names = Counter(entry.name for entry in entries)
     repeated = [name for name, count in names.items() if count > 1]
     if repeated:
@@ -109,7 +108,6 @@ def _describe(error: ValidationError) -> str:
 
 
 def _is_plain(name: object) -> bool:
-    """Return whether a text looks like a field's name rather than a key."""
     return isinstance(name, str) and name.isidentifier() and len(name) <= _MAX_SHOWN
 
 

@@ -128,7 +128,6 @@ class ModelDashboard:
         self._note_decision(at_s, loop)
 
     def _note_decision(self, at_s: int, loop: OuterLoop | None) -> None:
-        """Note the latest decision if it says something new."""
         if loop is None or not loop.records:
             return
         record = loop.records[-1]
@@ -198,7 +197,6 @@ class ModelDashboard:
         }
 
     def _minute(self) -> dict[str, dict[str, float | None]]:
-        """Return the percentiles of the latest minute, and the number of values behind them."""
         names = ("ttft", "gap")
         return {
             name: {

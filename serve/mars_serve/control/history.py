@@ -99,7 +99,6 @@ class History:
 
 
 def _merged(rows: list[Row]) -> Row:
-    """Return the mean of each figure that is known in some row."""
     merged = dict[str, float | None]()
     for name in COLUMNS[1:]:
         known = [value for row in rows if (value := row.get(name)) is not None]

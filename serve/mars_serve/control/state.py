@@ -64,7 +64,6 @@ def _replica(each: Heard, now_s: float, is_pinned: bool) -> dict[str, Any]:
 
 
 def _nodes(replicas: list[Heard], now_s: float) -> dict[str, dict[str, int]]:
-    """Return the number of replicas by node and state."""
     nodes: dict[str, Counter[str]] = {}
     for each in replicas:
         nodes.setdefault(each.report.node, Counter())[_word(each, now_s)] += 1
@@ -106,7 +105,6 @@ def _audit(loop: OuterLoop | None) -> dict[str, Any] | None:
 def _frontier(
     basis: AutoscalingBasis | None, serving: list[ReplicaReport]
 ) -> dict[str, Any] | None:
-    """Return the ways to decode that were measured, and where the replicas are among them."""
     if basis is None:
         return None
     capacity = basis.capacity

@@ -171,7 +171,6 @@ def deployment_name(models: list[ModelSettings], index: int) -> str:
 
 
 def _replicas(model: ModelSettings) -> dict[str, Any]:
-    """Return the options for a fixed number of replicas or for autoscaling."""
     autoscaling = model.autoscaling
     if autoscaling is None:
         return {"num_replicas": model.num_replicas}

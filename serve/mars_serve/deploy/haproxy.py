@@ -43,7 +43,6 @@ takes what is sent. It may wait for an answer as long as it likes."""
 
 
 def _error_body(kind: str, code: str, message: str) -> str:
-    """Return an error body in OpenAI's shape."""
     return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}})
 
 
@@ -283,7 +282,6 @@ def write_errors(directory: Path) -> None:
 
 
 def _replicas_of(config: str) -> dict[str, str]:
-    """Return the lines that name each backend's replicas."""
     named = [(_BACKEND.match(section), section) for section in _SECTION.split(config)]
     return {name[1]: "".join(_REPLICA.findall(section)) for name, section in named if name}
 

@@ -54,8 +54,6 @@ class Engines(Protocol):
 
 @dataclass(eq=False)
 class _Waiting:
-    """A request that waits for its lease."""
-
     request: Request
     arrived_s: float
     lease: asyncio.Future[Lease]
@@ -229,7 +227,6 @@ class RequestQueue:
         return num
 
     def _has_several_keys(self) -> bool:
-        """Whether several keys are active."""
         while self._active and next(iter(self._active.values())) < self._clock() - _ACTIVE_S:
             self._active.popitem(last=False)
         return len(self._active) > 1
@@ -382,7 +379,6 @@ class RequestQueue:
 
     @property
     def _is_counted(self) -> bool:
-        """Whether engines count something as waiting here."""
         return any(each.share for each in self._demand.values())
 
     def _tell_soon(self) -> None:

@@ -420,7 +420,6 @@ class Engine:
                     self._counts.num_prompt_tokens += request.num_prompt
 
     def _choose_masks(self, requests: list[Request]) -> list[Masks]:
-        """Choose the masks of requests that leave them to the engine."""
         assert self._chooser is not None
         free = set(requests)
         running = [request for request in self._scheduler.running if not request.is_audit]

@@ -231,7 +231,6 @@ class Memory:
     # Prefix caching
 
     def _keys(self, request: Request, start: int, stop: int) -> list[bytes]:
-        """Return the keys of a request's full pages from ``start`` to before ``stop``."""
         keys, size = request.page_keys, self.pool.page_size
         for index in range(len(keys), stop):
             parent = keys[-1] if keys else root_key(*request.cache_root)

@@ -158,7 +158,6 @@ class Scheduler:
             self._count_prefix_hit(request, num_prefix_hit_tokens)
 
     def _fits(self, request: Request, num_kept: int) -> bool:
-        """Whether a request could run beside the first ``num_kept`` of the running requests."""
         kept = [*self.running[:num_kept], request]
         return num_kept < self.max_num_seqs and self.memory.fits(kept, self.running[num_kept:])
 

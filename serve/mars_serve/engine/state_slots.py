@@ -124,7 +124,6 @@ class StateSlots:
         assert num_snapshots + self._num_spare == self.num_snapshots
 
     def _lasting(self, request: Request) -> tuple[int, int]:
-        """Return the borders of a request whose snapshots others are likely to find."""
         return request.num_shared, (request.num_prompt - 1) // self.pool.page_size
 
     def _roll(self, request: Request, border: int) -> None:

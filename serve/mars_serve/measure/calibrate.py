@@ -129,7 +129,6 @@ def _frontier_options(options: CalibrateOptions, checkpoint: Checkpoint) -> Fron
 
 
 def _mars_checkpoint(options: CalibrateOptions) -> Checkpoint:
-    """Read a checkpoint; refuse one without masks, or in a directory that cannot be written."""
     # The old calibration need not be readable: it is replaced.
     checkpoint = read_model(options.model, options.adapter, with_calibration=False)
     if checkpoint.metadata is None:

@@ -31,7 +31,6 @@ def picture_of(title: str, measured: MeasuredCalibration, frontier: MeasuredFron
 
 
 def _draw(axes: Axes, title: str, lines: Sequence[tuple[list[Bin], float]]) -> None:
-    """Draw one panel from the bins and temperature of each depth from 1."""
     axes.plot([0, 1], [0, 1], color="grey", linestyle=":", linewidth=1)
     for depth, (bins, temperature) in enumerate(lines, start=1):
         if bins:

@@ -165,7 +165,6 @@ def compare(candidate: Frontier, current: Frontier, gate: Gate) -> list[PointPai
 
 
 def _pair(candidate: FrontierPoint, current: FrontierPoint, num: int, gate: Gate) -> PointPair:
-    """Compare two points by item; one of ``num`` pairs."""
     ours, theirs = _right(candidate), _right(current)
     loss = Estimate(*(100 * end for end in paired_difference(theirs, ours)))
     return PointPair(candidate, current, loss, _allowed_loss(loss, num, gate))

@@ -89,8 +89,6 @@ def live_tier(request: Request) -> Tier | None:
 
 @dataclass(slots=True)
 class _Times:
-    """One request's times by ``time.monotonic``, and its counts."""
-
     start_s: float
     last_s: float = 0.0
     """Time of the latest pass that gave tokens."""

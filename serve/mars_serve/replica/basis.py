@@ -84,7 +84,6 @@ def _mean_cached(engine: Engine) -> float:
 
 
 def _ar_capacity(engine: Engine, times: StepTimes) -> Capacity:
-    """Return the capacity of plain AR decoding by the measured step times."""
     max_num_seqs = engine.settings.max_num_seqs
     step_time = times.at_cached(max_num_seqs * _mean_cached(engine))
     prefill_tokens_per_s = max(positions / times.at(positions, 0) for positions in times.positions)

@@ -135,7 +135,6 @@ class InnerLoopController(ThresholdController):
         )
 
     def _prompt_share(self, status: EngineStatus, now_s: float) -> float:
-        """Return the share of the latest seconds that computing prompts took."""
         self._prompts.append((now_s, status.num_prompt_tokens - status.num_prefix_hit_tokens))
         while self._prompts[0][0] < now_s - _PROMPT_WINDOW_S:
             self._prompts.popleft()

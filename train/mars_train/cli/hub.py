@@ -98,7 +98,6 @@ def pull(
 
 
 def _listed_files(directory: Path) -> list[str]:
-    """Return the files that are sent: those of the manifest, and what calibration writes."""
     from fsspec.implementations.local import LocalFileSystem
 
     from mars_platform.checkpoint.examples import CARD_FILE

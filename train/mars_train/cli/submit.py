@@ -124,7 +124,6 @@ def files_of(recipe: Recipe, working_dir: Path) -> dict[str, Path]:
 
 
 def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield setting and value of everything that the recipe reads."""
     if recipe.model.base is not None:
         yield "model.base", recipe.model.base
     for source in recipe.data.train:
@@ -178,7 +177,6 @@ def entrypoint(config: str, overrides: Sequence[str]) -> str:
 
 
 def _connect(address: str | None) -> JobSubmissionClient:
-    """Connect to the dashboard of a cluster's head."""
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
@@ -200,7 +198,6 @@ def _connect(address: str | None) -> JobSubmissionClient:
 
 
 def _follow(client: JobSubmissionClient, job: str, *, to_stderr: bool) -> None:
-    """Print a job's log until the job or the connection has ended."""
     import asyncio
 
     async def show() -> None:

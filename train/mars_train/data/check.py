@@ -108,7 +108,6 @@ def check_data(
 def _refusals(
     found: DataCheck, settings: DataSettings, checkpoint: Checkpoint | None, recipe: Recipe | None
 ) -> Iterator[str]:
-    """Yield what a run would be refused for."""
     dropped = [group.first for group in found.reasons.values() if group.what == "dropped"]
     checks = [partial(refuse_bad_data, found.counts, settings.max_bad_rows, dropped)]
     if checkpoint is not None:
@@ -130,7 +129,6 @@ def _refusals(
 def _tables(
     index: int, file: str, settings: DataSettings, checkpoint: Checkpoint | None
 ) -> Iterator[pa.Table]:
-    """Yield the rows of a file as tables of ``ENCODED_SCHEMA``."""
     rows = read_rows(file, settings.columns)
     while batch := list(islice(rows, _BATCH_ROWS)):
         if checkpoint is None:

@@ -77,7 +77,6 @@ class AdapterObjective(Objective):
     def _pass(
         self, tokens: Tensor, stream: _Stream, keys: RowSlots, stored: StoredStream
     ) -> Tensor:
-        """Return the last hidden states [rows, length, width] of one stream."""
         masks = RowMasks(stream.slots, keys, self.attention, stored)
         return self._decode(tokens.gather(1, stream.indices), masks)
 
@@ -92,8 +91,6 @@ class AdapterObjective(Objective):
 
 @dataclass(frozen=True)
 class _Stream:
-    """The slots of one stream of a batch, moved to the beginning of their rows."""
-
     indices: Tensor  # int64 [rows, length], slot in the batch's row
     is_used: Tensor  # bool [rows, length], False for padding
     slots: RowSlots  # columns of [rows, length]

@@ -207,7 +207,6 @@ def _distribute(sizes: Sequence[int], num_rows: int) -> list[list[int]]:
 
 
 def _padded(rows: Sequence[Sequence[int]], sizes: Sequence[int], multiple_of: int = 1) -> int:
-    """Return the slots of the fullest row, rounded up to ``multiple_of``."""
     fullest = max(sum(sizes[item] for item in row) for row in rows)
     return -(-fullest // multiple_of) * multiple_of
 

@@ -208,7 +208,6 @@ class Objective(nn.Module):
             return self._hidden_states(batch, tokens.view_as(batch.tokens))
 
     def _hidden_states(self, batch: Batch, tokens: Tensor | None = None) -> Tensor:
-        """Return the last hidden states [rows * slots, width] of the batch, or of other tokens."""
         slots = slots_of(batch)
         tokens = batch.tokens if tokens is None else tokens
         return self._decode(tokens, RowMasks(slots, slots, self.attention)).flatten(0, 1)

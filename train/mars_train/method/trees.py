@@ -88,5 +88,4 @@ class RowTrees:
 
 
 def _differs(column: Tensor) -> Tensor:
-    """Return whether each entry is another than the one before; the first is."""
     return F.pad(column[1:] != column[:-1], (1, 0), value=True)

@@ -85,7 +85,6 @@ def _check_target_modules(found: Inspection, recipe: Recipe) -> None:
 
 
 def _check_quantization(recipe: Recipe) -> None:
-    """Refuse weights of 4 bits without the library that multiplies by them."""
     for index, stage in enumerate(recipe.stages):
         lora = stage.lora if isinstance(stage, ArStage | MarsStage) else None
         if lora is not None and lora.quantization and find_spec("bitsandbytes") is None:

@@ -103,8 +103,6 @@ class PeftConfig(Settings):
 
 
 class _DraftConfig(PeftConfig):
-    """Content of ``adapter_config.json`` of an adapter that acts at masks only."""
-
     target_modules: list[str] = Field(min_length=1)
     trainable_token_indices: dict[str, list[int]]
     """Ids of the tokens with a row of the adapter's own, by the embedding's name."""

@@ -189,6 +189,5 @@ def _plain(name: str) -> str:
 
 
 def _is_named(target: str, names: Collection[str]) -> bool:
-    """Return whether a target module of peft's means one of the modules of some names."""
     wanted = _plain(target)
     return any(f".{_plain(name)}".endswith(f".{wanted}") for name in names)

@@ -246,7 +246,6 @@ def _parts(texts: Sequence[str]) -> list[Any]:
 
 
 def _asked_of(blocks: Sequence[Block]) -> Iterator[ChatMessage]:
-    """Yield the messages of a user's turn, in the order of its blocks."""
     texts = list[str]()
     for block in blocks:
         if isinstance(block, TextBlock):
@@ -266,7 +265,6 @@ def _asked_of(blocks: Sequence[Block]) -> Iterator[ChatMessage]:
 
 
 def _answer_of(blocks: Sequence[Block]) -> Iterator[ChatMessage]:
-    """Yield the message of an assistant's turn, unless it is empty."""
     texts = [block.text for block in blocks if isinstance(block, TextBlock)]
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     calls = [_call_of(block) for block in blocks if isinstance(block, ToolUseBlock)]

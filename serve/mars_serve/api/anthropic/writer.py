@@ -98,7 +98,6 @@ class MessageWriter:
 
     @property
     def _is_full(self) -> bool:
-        """Whether the largest number of output tokens fills the model's context."""
         answer = self._answer
         return answer.counts.prompt + answer.options.max_tokens >= answer.model.max_length
 
@@ -193,7 +192,6 @@ def _stop_of(delta: Delta, *, is_full: bool) -> dict[str, Any]:
 
 
 def _content_of(events: Iterable[Event]) -> list[dict[str, Any]]:
-    """Return the blocks that a client makes of events."""
     blocks, grown = list[dict[str, Any]](), list[dict[str, list[str]]]()
     for event in events:
         if event["type"] == "content_block_start":

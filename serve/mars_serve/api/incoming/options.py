@@ -210,7 +210,6 @@ class _Floors:
         mode: Mode,
         tier: ServiceTier,
     ) -> _Floors:
-        """Find a request's floors."""
         if mode is not Mode.THRESHOLD:
             return cls(mode, 0.0, 0.0)
         is_flex, tiers = tier is ServiceTier.FLEX, model.settings.tiers
@@ -222,7 +221,6 @@ class _Floors:
         return floors
 
     def follows_live(self, body: GenerationRequest) -> bool:
-        """Return whether some of the output follows the live τ."""
         asked = body.confidence_threshold
         return self.mode is Mode.THRESHOLD and (asked is None or isinstance(asked, dict))
 
@@ -257,13 +255,11 @@ def _check_compared(body: GenerationRequest) -> None:
 
 
 def _lowest_threshold(body: GenerationRequest) -> float:
-    """Return the lowest τ that the body asks for; 1.0 if it asks for none."""
     asked = body.confidence_threshold
     return min(asked.values()) if isinstance(asked, dict) else asked or 1.0
 
 
 def _num_prompt_logprobs(body: GenerationRequest) -> int | None:
-    """Return how many likely tokens to report beside each prompt token, or None for no scores."""
     echoed = None
     if isinstance(body, CompletionRequest) and body.echo:
         echoed = 0 if body.logprobs is None and body.max_tokens == 0 else body.logprobs

@@ -310,7 +310,6 @@ def echoed_message(body: ChatCompletionRequest) -> EchoedPrompt | None:
 
 
 def _check_may_control(caller: Caller) -> None:
-    """Refuse control tokens in a text from a caller who may not send them."""
     if not caller.may_control:
         reason = "this caller may not send control tokens; leave it out, or use a key with "
         raise ApiError(

@@ -94,7 +94,6 @@ class Answer:
         return entry
 
     def _span_object(self, span: Span, passes: Passes) -> dict[str, Any]:
-        """Return what the ``mars`` object tells about a span."""
         spans = self.choices[0].spans
         asked = spans.thresholds.get(span) if spans else None
         return {
@@ -105,7 +104,6 @@ class Answer:
         }
 
     def _pass_object(self, details: PassDetails) -> dict[str, Any]:
-        """Return what a stream's event tells about what its forward pass proposed."""
         return {
             "confidence_threshold": details.threshold,
             "accepted": [self._proposal(*each) for each in details.accepted],
@@ -136,7 +134,6 @@ class Writer(Protocol):
 
 
 def _thresholds(passes: Passes) -> dict[str, float]:
-    """Return the mean τ of some passes, and the lowest one if τ moved."""
     has_moved = passes.min_threshold < passes.max_threshold
     lowest = {"min_confidence_threshold": passes.min_threshold} if has_moved else {}
     return {"confidence_threshold": passes.mean_threshold, **lowest}

@@ -271,7 +271,6 @@ class Choice:
         return PassDetails(output.threshold, list(accepted)[: part.num_tokens], rejected)
 
     def _stop_token(self, output: StepOutput) -> int | None:
-        """Return the token that ended the output because the request names it."""
         if output.finish_reason is not FinishReason.STOP:
             return None
         stops = self.request.options.stop_ids
@@ -321,7 +320,6 @@ class Choice:
 
 
 def _with_top(value: TokenLogprob, num_top: int) -> TokenLogprob:
-    """Return a log-probability with at most some of the likeliest tokens."""
     return value if len(value.top) <= num_top else replace(value, top=value.top[:num_top])
 
 

@@ -58,11 +58,9 @@ class _OpenAiWriter(ABC):
         return _json_in_steps(response, _LISTS_OF_TOKENS)
 
     def begin(self) -> bytes:
-        """Return no event: the first forward pass's is the first."""
         return b""
 
     def events(self, delta: Delta) -> bytes:
-        """Return the event for one forward pass of a choice."""
         entry: dict[str, Any] = {
             "index": delta.choice.index,
             **self._text_of(delta),
@@ -225,7 +223,6 @@ def _chat_delta(delta: Delta, reasoning_fields: Sequence[str]) -> dict[str, Any]
 
 
 def _message(deltas: Sequence[Delta], reasoning_fields: Sequence[str]) -> dict[str, Any]:
-    """Return the assistant message that the parts of a choice make."""
     text = "".join(delta.text for delta in deltas)
     reasoning = "".join(delta.reasoning for delta in deltas)
     calls: dict[int, dict[str, Any]] = {}
@@ -242,7 +239,6 @@ def _message(deltas: Sequence[Delta], reasoning_fields: Sequence[str]) -> dict[s
 
 
 def _call_chunk(part: CallPart) -> dict[str, Any]:
-    """Return a streamed piece of a tool call; the first piece has its id and name."""
     function: dict[str, Any] = {"arguments": part.arguments}
     if part.id is None:
         return {"index": part.index, "function": function}

@@ -77,7 +77,6 @@ class CallGrammar:
         return f"({calls}){'*' if self.is_parallel else '?'} TEXT?"
 
     def _text_rules(self) -> list[str]:
-        """Return the rules for text and for the tag that begins a call, with the text before it."""
         trigger = self.form.begin
         if trigger is None:
             return [] if self.is_forced else [_TEXT_NO_OBJECT]

@@ -153,7 +153,6 @@ class ToolParser(ABC):
         return char
 
     def _give_back(self, num_chars: int) -> None:
-        """Return the last held characters to the input."""
         if num_chars:
             again = "".join(self._held[-num_chars:])
             del self._held[-num_chars:]
@@ -161,7 +160,6 @@ class ToolParser(ABC):
             self._position = 0
 
     def _skip(self, pattern: re.Pattern[str]) -> str:
-        """Take the available input that matches a pattern, without holding it."""
         found = pattern.match(self._input, self._position)
         if found is None:
             return ""
@@ -169,7 +167,6 @@ class ToolParser(ABC):
         return found[0]
 
     def _release(self, num_kept: int = 0) -> None:
-        """Release all held text but the last ``num_kept`` characters as content."""
         end = len(self._held) - num_kept
         self._events.append(ContentDelta("".join(self._held[:end])))
         del self._held[:end]

@@ -112,7 +112,6 @@ def _format_of(checkpoint: Checkpoint) -> CallFormat:
 
 
 def _offered(tools: Sequence[Tool], choice: ToolChoice | None) -> list[Tool]:
-    """Return the tools that the model is told about."""
     by_name: dict[str, Tool] = {}
     for tool in tools:
         name = tool.function.name
@@ -128,7 +127,6 @@ def _offered(tools: Sequence[Tool], choice: ToolChoice | None) -> list[Tool]:
 
 
 def _allowed_names(choice: ToolChoice | None) -> list[str] | None:
-    """Return the names of the tools that a choice allows; None for all tools."""
     if isinstance(choice, NamedTool):
         return [choice.function.name]
     if isinstance(choice, AllowedTools):

@@ -134,7 +134,6 @@ def _cheap_collection() -> Iterator[None]:
 
 
 def _check(options: DecodeOptions) -> None:
-    """Refuse options that contradict each other, and a device that is missing."""
     if (options.model is None) == (options.untrained is None):
         raise UserError("MODEL: name a checkpoint, or give --untrained, one of the two")
     if options.adapter is not None and options.model is None:

@@ -17,7 +17,6 @@ class _Choice(BaseModel):
 
     @property
     def said(self) -> str:
-        """Text of the choice."""
         return self.text or self.delta.content or ""
 
 

@@ -74,7 +74,6 @@ def chat(options: ChatOptions, as_json: AsJson = False) -> None:
 
 
 def _model(options: ChatOptions) -> ChatModel:
-    """Return the model of a server, or load one."""
     from mars_platform.errors import UserError
 
     target = options.target
@@ -98,7 +97,6 @@ def _model(options: ChatOptions) -> ChatModel:
 
 
 def _typed(errors: Console) -> Iterator[str]:
-    """Yield lines from the keyboard, until Ctrl-D."""
     import readline  # noqa: F401 - gives input() a line editor and a history
 
     while True:

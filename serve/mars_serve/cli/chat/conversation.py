@@ -98,7 +98,6 @@ class ChatConversation:
         self._tell(f"{figures.words}{ended}", style="dim")
 
     def _obey(self, text: str) -> None:
-        """Carry out a command."""
         name, _, argument = text[1:].partition(" ")
         commands: dict[str, Callable[[str], str]] = {
             "mode": self._set_mode,
@@ -138,7 +137,6 @@ class ChatConversation:
 
 
 def _joined(lines: Iterable[str]) -> Iterable[str]:
-    """Yield lines, and those between two lines of three quotes as one text."""
     held: list[str] | None = None
     for line in lines:
         if line.strip() == _QUOTES:

@@ -44,7 +44,6 @@ def check_versions() -> Iterator[Finding]:
 
 
 def _wrong(requirement: Any) -> Finding | None:
-    """Return what is wrong with an installed package; None if nothing is."""
     try:
         found = version(requirement.name)
     except PackageNotFoundError:
@@ -80,7 +79,6 @@ def check_memory(weights_bytes: int) -> Iterator[Finding]:
 
 
 def _free_memory() -> int | None:
-    """Return the bytes that this process may still use; None if unknown."""
     system, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
     found = list[int]()
     if system.is_file():

@@ -132,7 +132,6 @@ class PagedAttention:
         )
 
     def _page_table(self, batch: list[BatchRow], rows: Rows) -> Numbers:
-        """Return the pages of each row's cached and fed tokens, padded with zeros."""
         counts = -(-(rows.num_cached + rows.num_tokens) // self.page_size)
         table = np.zeros((len(batch), counts.max(initial=0)), dtype=np.int64)
         for row, count, each in zip(table, counts.tolist(), batch, strict=True):

@@ -88,7 +88,6 @@ def _num_fitting(
 
 
 def _bytes_left(device: torch.device) -> int:
-    """Return the bytes that this process may still allocate on a GPU."""
     free, total = torch.cuda.mem_get_info(device)
     allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
     return max(0, min(free, allowed - torch.cuda.memory_reserved(device)))

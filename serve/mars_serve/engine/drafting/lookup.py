@@ -82,8 +82,6 @@ class LookupDrafter:
 
 
 class _Suggestion(NamedTuple):
-    """Tokens that are expected behind a text."""
-
     behind: Sequence[Draft]
     """Drafts of masks between the text and the suggestion."""
     drafts: list[Draft]

@@ -149,7 +149,6 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _checked(result: Accepted | Exception) -> Accepted | Exception:
-    """Return a row's result, or an error if its logits held a NaN."""
     if isinstance(result, Exception):
         return result
     numbers = [*result.confidences, *(entry.logprob for entry in result.prompt_logprobs)]

@@ -199,8 +199,6 @@ class GraphSizes:
 
 @dataclass(frozen=True)
 class _CapturedStep:
-    """A graph, and its input at fixed addresses."""
-
     replay: Callable[[], None]
     sizes: InputSizes
     step: StepInput[Tensor]
@@ -409,7 +407,6 @@ class CudaCapture:
 
 
 def _on_device(reads: Reads | None, step: StepInput[Tensor]) -> Reads | None:
-    """Return the description of a step's logits with tensors on the device."""
     if reads is None:
         return None
     count, temperatures = len(reads.measures), None

@@ -69,8 +69,6 @@ class StepFunction:
 
 
 class _Step(NamedTuple):
-    """Attention of one step."""
-
     attention: Attention
     positions: Tensor
     metadata: Any

@@ -158,7 +158,6 @@ class _Grid:
 
     @classmethod
     def of(cls, pool: PagePool, sizes: StepSizes) -> _Grid:
-        """Choose from the sizes of steps those that fit into the pool."""
         widest = 2 * sizes.window + 1 if sizes.widest_row is None else sizes.widest_row
         num_rows = min(sizes.max_num_seqs, pool.num_free // pool.pages_for(widest))
         assert num_rows > 0, "the pool holds a row with its window"

@@ -28,8 +28,6 @@ _FAILED = frozenset({FinishReason.ERROR, FinishReason.REFUSED, FinishReason.TIME
 
 @dataclass(eq=False)
 class _Sample:
-    """An output that is audited."""
-
     request: Request
     passes: list[tuple[float, int]] = field(default_factory=list)
     """τ and number of tokens of each pass that gave some."""
@@ -169,7 +167,6 @@ def _is_auditable(request: Request) -> bool:
 
 
 def _again(sample: _Sample, name: str) -> Request:
-    """Return the request, with the id ``name``, that decodes a prompt again in mode exact."""
     served, options = sample.request, sample.request.options
     exact = DecodingOptions(
         max_tokens=len(sample.served),
@@ -197,7 +194,6 @@ def _again(sample: _Sample, name: str) -> Request:
 
 
 def _first_difference(served: Sequence[int], request: Request, num_new: int) -> int | None:
-    """Return the index of the first token that differs among a request's latest ones."""
     start = request.num_output - num_new
     pairs = zip(served[start:], request.tokens[request.num_prompt + start :], strict=False)
     return next((start + i for i, (one, other) in enumerate(pairs) if one != other), None)

@@ -91,7 +91,6 @@ class Channel:
         self._socket.close()
 
     def _write(self, data: memoryview) -> int:
-        """Return how many bytes the socket takes at once."""
         try:
             return self._socket.send(data, socket.MSG_DONTWAIT)
         except BlockingIOError:

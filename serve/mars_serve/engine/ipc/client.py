@@ -99,8 +99,6 @@ class Worker(Protocol):
 
 @dataclass(slots=True)
 class _Stream:
-    """A request that has not ended."""
-
     request: Request
     arrived_s: float
     """Time of arrival by ``time.monotonic``."""

@@ -280,7 +280,6 @@ class EngineWorker:
     # The methods below run in threads that read orders, or in one that compiles grammars.
 
     def _connect(self, channel: Channel) -> None:
-        """Serve a further connection until it is closed."""
         self._read(self._connections.add(channel, self._ready(None)))
 
     def _read_starter(self) -> None:

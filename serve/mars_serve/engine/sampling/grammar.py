@@ -446,7 +446,6 @@ class Matcher:
 
 
 def _source(spec: GrammarSpec) -> str:
-    """Return a grammar in llguidance's form."""
     if spec.kind is GrammarKind.JSON_SCHEMA:
         try:
             return LLMatcher.grammar_from_json_schema(

@@ -150,7 +150,6 @@ class GrammarTrial:
                 self._process = None
 
     def _running(self, tokenizer: SerializedTokenizer, limits: GrammarLimits) -> _Process:
-        """Return the process, which is started if it does not run."""
         if self._process is not None and self._process.is_alive:
             return self._process
         if self._process is not None:

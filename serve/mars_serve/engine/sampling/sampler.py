@@ -229,7 +229,6 @@ class _Pick(NamedTuple):
 
     @property
     def early_ends(self) -> Tensor | None:
-        """End tokens that may not be chosen yet."""
         if self.row.num_output + self.depth >= self.sampling.min_tokens:
             return None
         ends = self.row.end_tokens
@@ -261,7 +260,6 @@ class _Walk:
 
     @property
     def rest(self) -> list[int]:
-        """Reads whose tokens the current wave chooses."""
         first = len(self.chosen)
         return self.row.reads[first : first + 1 if self._is_chain else None]
 
@@ -401,7 +399,6 @@ def _add_biases(scores: Tensor, picks: Sequence[_Pick]) -> None:
 
 
 def _add_penalties(row: int, pick: _Pick, repeated: _Entries, added: _Entries) -> None:
-    """Collect the penalties of one pick's history."""
     sampling, history = pick.sampling, pick.history
     assert history is not None
     output, times = history.output()

@@ -216,7 +216,6 @@ class _Row:
         return self._inputs(count + np.arange(self._before))
 
     def drafts(self, num_entries: int) -> NDArray[np.int64]:
-        """Return the positions of the drafts; entries behind the last one do not count."""
         places = self.num_tokens + np.arange(num_entries)
         return self.start + np.minimum(places, self._written - 1)
 
@@ -226,8 +225,6 @@ class _Row:
 
 
 class _Part(NamedTuple):
-    """Positions of one row in a piece."""
-
     row: _Row
     number: int
     begin: int

@@ -153,7 +153,6 @@ def dashboard_router(models: Mapping[str, ServedModel], batches: BatchRunner | N
 
 
 def _about(models: Mapping[str, ServedModel]) -> dict[str, Any]:
-    """Return what does not change while the server runs."""
     return {
         "version": __version__,
         "models": {name: _about_model(model) for name, model in models.items()},

@@ -182,8 +182,6 @@ class Generator:
 
 @dataclass(frozen=True)
 class _Call:
-    """A generation request whose model was found."""
-
     body: GenerationRequest
     dialect: Dialect
     model: ServedModel
@@ -198,7 +196,6 @@ class _Call:
     """Time of arrival by ``time.perf_counter``, in seconds."""
 
     def read_chat(self, body: ChatCompletionRequest) -> Answer:
-        """Read a conversation's texts, and prepare its choices."""
         reader = PromptReader(self.model, self.limits, self.caller)
         tokens, tools = _prompt_of(reader, body)
         num_choices = body.n or 1
@@ -219,7 +216,6 @@ class _Call:
         bad_words: BadWords,
         tools: RequestTools | None = None,
     ) -> Answer:
-        """Check the request and prepare its choices."""
         structure = _structure(self.body, tools)
         own_id = uuid.uuid4().hex  # an engine's ids are unique, which a client's may not be
         choices = list[Choice]()
@@ -350,7 +346,6 @@ class _Call:
         )
 
     def problem(self, error: Exception, answer: Answer) -> ApiError:
-        """Return the API error for one that ended the generation."""
         cause = cause_of(error)
         self.held.close()
         if isinstance(cause, QueueFull) and cause.wait_s is None:

@@ -104,7 +104,6 @@ async def _refresh(model: ServedModel, changes: LoraChanges | None = None) -> No
 
 
 async def _keep(model: ServedModel, name: str, lora: LoraReference | None) -> None:
-    """Wait until every ingress replica knows of a change."""
     await asyncio.sleep(HEARD_S)
     await _refresh(model)
     if model.loras.current.get(name) != lora:

@@ -60,8 +60,6 @@ def _recent_metrics(model: ServedModel) -> Recent[list[Metric]]:
 
 
 class _Merged(Collector):
-    """Merges metric families: each name once, with all samples."""
-
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families: dict[str, Metric] = {}
         for each in families:

@@ -134,7 +134,6 @@ def _model_of(models: Mapping[str, ServedModel], name: str | None, request: Requ
 
 
 def _charge(request: Request, num_tokens: int) -> None:
-    """Count tokens against the key's limit, as those of a prompt."""
     record: RequestRecord = request.state.record
     record.prompt_tokens = num_tokens
 
@@ -144,7 +143,6 @@ def _json(body: bytes) -> Response:
 
 
 def _encode(body: TokenizeRequest, reader: PromptReader) -> list[int]:
-    """Return the token ids of a body's prompt or conversation."""
     if body.prompt is not None and body.messages is None:
         if body.tools:
             raise invalid_value(

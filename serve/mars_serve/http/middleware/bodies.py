@@ -102,7 +102,6 @@ class BodyMiddleware:
         return b"".join(parts)
 
     async def _check_structure(self, body: bytes, load: Load) -> None:
-        """Refuse JSON that would take long to read, or to recurse into."""
         most = self._max_values if load.is_large else None
         found = await beside(load, lambda: json_size_of(body, most))
         if found.depth > _MAX_DEPTH:

@@ -106,7 +106,6 @@ class UnknownFields:
         return {_HEADER: ", ".join([*safe, *more])}
 
     def _is_due(self, name: str) -> bool:
-        """Return whether a name is to be recorded now, and note that it is."""
         now = self._clock()
         while self._recorded and now - next(iter(self._recorded.values())) >= _EVERY_S:
             del self._recorded[next(iter(self._recorded))]

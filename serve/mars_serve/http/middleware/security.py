@@ -56,7 +56,6 @@ def add_security(
 
 
 def _describe_keys(app: FastAPI) -> None:
-    """Describe in the OpenAPI document which paths need a key."""
     without_keys = app.openapi
 
     def openapi() -> dict[str, Any]:

@@ -225,7 +225,6 @@ def run_setting(
 
 
 def _words(decoded: Collection[DecodedItem]) -> str:
-    """Return the quality and speed of the items so far in words."""
     checked = [each.correct for each in decoded if each.correct is not None]
     num_passes = sum(each.num_passes for each in decoded)
     speed = f"{sum(each.num_tokens for each in decoded) / num_passes:.2f} tokens a pass"

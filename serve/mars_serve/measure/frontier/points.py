@@ -97,7 +97,6 @@ def _right(decoded: Sequence[DecodedItem]) -> list[bool]:
 
 
 def _divergence(decoded: Sequence[DecodedItem], plain: Sequence[DecodedItem]) -> dict[str, int]:
-    """Return the fields of a `Divergence` from plain AR decoding."""
     num_diverged = num_tokens = 0
     for ours, theirs in zip(decoded, plain, strict=True):
         is_same = ours.tokens == theirs.tokens
