@@ -63,8 +63,8 @@ def test_tables_are_printed_for_conversations(
 
 
 def test_ratios_are_taken_in_each_round() -> None:
-    ours = ContenderResult(timings=[Timing(1.0, 100, 100), Timing(1.0, 10, 10), Timing(1.0, 3, 3)])
-    theirs = ContenderResult(timings=[Timing(1.0, 50, 50), Timing(1.0, 10, 10), Timing(1.0, 1, 1)])
+    ours = ContenderResult(timings=[Timing(1.0, n, n, n) for n in (100, 10, 3)])
+    theirs = ContenderResult(timings=[Timing(1.0, n, n, n) for n in (50, 10, 1)])
     assert ratio(ours, theirs) == (2.0, 1.0, 3.0)
 
 
