@@ -130,7 +130,8 @@ def _notes(comparison: ServerComparison) -> Iterable[str]:
         f"to {max(sizes)} requests a run; {comparison.dtype} on {cpu_name()}, {os.cpu_count()} "
         f"cores; prompts of {work}, up to {options.max_tokens} output tokens, greedy, streamed; "
         f"marsray {__version__}. Between: from one event of a stream with text to the next, "
-        "whatever the number of its tokens. As ar: answers that are those of mode ar."
+        "whatever the number of its tokens; those less than 1 ms apart are one. As ar: answers "
+        "that are those of mode ar."
     )
     yield from comparison.left_out
     for run in comparison.runs:

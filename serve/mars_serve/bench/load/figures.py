@@ -13,6 +13,9 @@ from mars_platform.statistics import Estimate, proportion, quantile
 from mars_platform.tier import Tier
 from mars_serve.bench.load.send import REJECTIONS, Replayed, SentRequest
 
+_TOGETHER_S = 1e-3
+"""Longest time between two events of a stream that count as one."""
+
 
 @dataclass(frozen=True)
 class ClientFigures:
@@ -32,7 +35,10 @@ class ClientFigures:
     ttft_p99_s: float | None
     """99th percentile of the time from sending to the first token."""
     itl_p50_s: float | None
-    """Median time between two events with tokens of an answer, each of one or several tokens."""
+    """Median time between two events with tokens of an answer, each of one or several tokens.
+
+    Events that a busy server sends together count as one.
+    """
     itl_p99_s: float | None
     """99th percentile of the time between two events with tokens."""
     e2e_p50_s: float | None
@@ -111,7 +117,8 @@ def client_figures(
     num_tokens = sum(each.num_tokens for each in sent)
     statuses = Counter(each.status for each in ended)
     rejected = sum(statuses[status] for status in REJECTIONS)
-    itl = [later - sooner for each in served for sooner, later in pairwise(each.token_s)]
+    gaps = (later - sooner for each in served for sooner, later in pairwise(each.token_s))
+    itl = [gap for gap in gaps if gap > _TOGETHER_S]
     ttft, e2e = [each.ttft_s for each in ended], [each.e2e_s for each in ended]
     return ClientFigures(
         num_sent=len(sent),
