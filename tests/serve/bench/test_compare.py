@@ -95,7 +95,9 @@ def test_servers_are_started_measured_and_ended_in_turn(
     for text in ("vllm is not installed", "broken (see", "ended with status 1", "no such field"):
         assert text in printed
     assert "cannot start" in files["log"].read_text()
-    assert files["out"].read_text().startswith("| clients |")
+    written = files["out"].read_text()
+    assert "| tokens/s by clients | 1 " in written
+    assert "|       3 | one " in written
 
 
 def test_a_comparison_without_a_server_is_refused(

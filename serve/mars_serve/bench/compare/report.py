@@ -38,12 +38,18 @@ def print_servers(comparison: ServerComparison, console: Console) -> None:
 
 
 def markdown_of(comparison: ServerComparison) -> str:
-    """Return the table and its notes as Markdown."""
-    text = StringIO()
-    console = Console(file=text, width=1000)
-    console.print(table_of(_columns(), figures_by_level(comparison), box=box.MARKDOWN))
-    lines = [line.strip() for line in text.getvalue().splitlines() if line.strip()]
-    return "\n".join([*lines, "", *_notes(comparison)]) + "\n"
+    """Return a table of speeds alone, that of all figures, and the notes as Markdown."""
+    rows, text = figures_by_level(comparison), StringIO()
+    console, speeds = Console(file=text, width=1000), dict[str, dict[str, str]]()
+    for row in rows:
+        found = speeds.setdefault(row["contender"], {"contender": row["contender"]})
+        found[str(row["clients"])] = _text(row["tokens_per_s"], ",.0f")
+    levels = dict.fromkeys(str(row["clients"]) for row in rows)
+    columns = [Column("tokens/s by clients", "contender"), *(Column(n, n) for n in levels)]
+    console.print(table_of(columns, speeds.values(), box=box.MARKDOWN))
+    console.print(table_of(_columns(), rows, box=box.MARKDOWN))
+    tables = "\n".join(line.strip() for line in text.getvalue().splitlines())
+    return "\n\n".join([tables.strip(), *_notes(comparison)]) + "\n"
 
 
 def figures_json(comparison: ServerComparison) -> dict[str, Any]:
@@ -98,13 +104,13 @@ def _agreement(run: Run, base: Run) -> float | None:
     return same / len(both) if both else None
 
 
+def _text(found: RoundRange | None, spec: str, scale: float = 1.0) -> str:
+    return RoundRange(*(scale * each for each in found)).text(spec) if found else ""
+
+
 def _columns() -> list[Column]:
     def column(header: str, key: str, spec: str, scale: float = 1.0) -> Column:
-        def text(row: dict[str, Any]) -> str:
-            found: RoundRange | None = row[key]
-            return RoundRange(*(scale * each for each in found)).text(spec) if found else ""
-
-        return Column(header, text, justify="right", overflow="fold")
+        return Column(header, lambda row: _text(row[key], spec, scale), justify="right")
 
     return [
         Column("clients", "clients", justify="right"),
