@@ -179,6 +179,14 @@ PANELS = (
         "percentunit",
         (("{{pod}}", f"ray_marsray_kv_cache_usage_ratio{_MODEL}"),),
     ),
+    Panel(
+        "Requests ended a second, by endpoint, and lines of batches",
+        "reqps",
+        (
+            ("{{endpoint}}", _sum_rate("marsray_endpoint_requests_total", "endpoint")),
+            ("lines {{outcome}}", _sum_rate("marsray_batch_lines_total", "outcome")),
+        ),
+    ),
 )
 
 

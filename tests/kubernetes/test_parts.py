@@ -37,7 +37,7 @@ CUT = shlex.split(os.environ.get("MARSRAY_CUT", ""))
 ANSWERS = 3
 UNSEEN = {
     f"ray_marsray_{each}_total"
-    for each in ("audited_diverged", "audited_tokens", "moves", "rejections")
+    for each in ("audited_diverged", "audited_tokens", "batch_lines", "moves", "rejections")
 }
 """Counters that have no series before the first of their events."""
 STARTED = int(time.time())

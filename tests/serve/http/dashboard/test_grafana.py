@@ -55,6 +55,7 @@ async def scraped(mars, loops) -> dict[str, set[str]]:
     queue = Counter(dict.fromkeys(Tier, 0))
     app.state.telemetry.watch_queues({"mars": lambda: queue})
     app.state.telemetry.count_moves("mars", 1)  # no replica has died here
+    app.state.telemetry.count_batch_line("mars", is_right=True)
     before = asyncio.all_tasks()
     await backend.governor.report("model", report_of("r1"), BASIS)
     async with client_of(app) as client:
