@@ -19,6 +19,7 @@ from ray.serve.handle import DeploymentHandle
 from mars_autoscale.policy.reports import IngressReport
 from mars_autoscale.ray.ray_policy import JointPolicy
 from mars_platform.config import build_settings
+from mars_platform.imports import uncollected
 from mars_serve.config.loras import LoraChanges, LoraNames
 from mars_serve.config.served import ServedModel, read_served, with_dtype
 from mars_serve.config.settings import ModelSettings, ServeSettings
@@ -44,6 +45,8 @@ class Ingress:
     """The ingress deployment, which serves the REST application over the models' handles."""
 
     def __init__(self, settings: ServeSettings, handles: list[DeploymentHandle]) -> None:
+        with uncollected():
+            import mars_serve.http.app  # noqa: F401 - torch and transformers are among it
         created, context = int(time.time()), serve.get_replica_context()
         models = [with_dtype(model) for model in settings.models]
         self._settings = settings = settings.model_copy(update={"models": models})

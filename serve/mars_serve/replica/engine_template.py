@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 
 from mars_platform.checkpoint.metadata import locate_model
+from mars_platform.imports import uncollected
 from mars_serve.config.settings import ModelSettings
 from mars_serve.engine.ipc.channel import Channel, ChannelClosed
 
@@ -214,7 +215,8 @@ def main() -> None:
     listener.listen()  # so the system names this process to those that connect
     os.close(reader)
     os.close(writer)
-    from mars_serve.replica.engine_main import prepare_process  # not before it is detached
+    with uncollected():
+        from mars_serve.replica.engine_main import prepare_process  # not before it is detached
 
     prepare_process()
     loaded: Future[LoadedEngine] | None = None
