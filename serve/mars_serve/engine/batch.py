@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from mars_serve.engine.request import RowState
+from mars_serve.engine.request import Request, RowState
 from mars_serve.engine.scheduled_row import Masks, ScheduledRow
 
 _EXACT_UP_TO = 8
@@ -41,6 +41,8 @@ class BatchRow:
     """Pages as above of layers that see the last tokens only; see `WindowPages`."""
     state: RowState | None = None
     """Slots of recurrent layers; None if the model has none."""
+    owner: Request | None = None
+    """Request whose row it is; None if nothing of it lasts beyond the step."""
     num_masks: int = field(init=False)
     length: int = field(init=False)
 
@@ -147,6 +149,7 @@ def build_batch(
             reads_logits=each.reads_logits,
             window_pages=request.window_pages,
             state=request.state,
+            owner=request,
         )
         if request.scores_prompt:
             scored += [row.start + index - begin for index in each.scored]

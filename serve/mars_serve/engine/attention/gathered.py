@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mars_platform.checkpoint.number_type import is_bfloat16_slow
 from mars_serve.engine.attention.interface import LayerGroup
+from mars_serve.engine.attention.kept import KeptCopies, KeptRows
 from mars_serve.engine.batch import BatchRow, StepBatch
 
 _NARROW = 16
@@ -23,8 +24,8 @@ _PLAIN_FROM = 2**18
 """Least key elements at which two matrix products beat one fused call, for rows of up to `_NARROW`
 positions (measured)."""
 _SPLIT_FROM, _SPLIT_HEAD = 2**20, 64
-"""Least products of a query's element with a key's, and least elements of a head, at which three
-matrix products in bfloat16 beat one fused call, for rows of up to `_NARROW` positions (measured)."""
+"""Least products of a query's element with a key's, and least elements of a head, at which matrix
+products in bfloat16 beat one fused call, for rows of up to `_NARROW` positions (measured)."""
 _GROUP_COST = 150_000
 """Padding, in key elements, that takes as long as the calls of one more group (measured)."""
 _WIDTH_COST = 2_500_000
@@ -46,19 +47,25 @@ class _Group:
     positions: Tensor | None
     """int64 [rows * width], positions in the step; None if they are all positions in order."""
     pages: Tensor
-    """int64 [2 * rows * kv_heads * pages], pages of keys, then of values, laid out by head. Here
-    and below, values that are part of their keys have none of their own."""
+    """int64 [2 * rows * kv_heads * pages], pages of keys, then of values, laid out by head, to be
+    copied. Here and below, values that are part of their keys have none of their own."""
     bias: Tensor
     """float [rows, 1, per_kv * width, keys], 0 for a visible key and -inf for any other; or
     [rows, 1, width, keys], which all query heads of the one key/value head share."""
-    masks: Tensor | None
-    """int64 [2 * masks], indices of the keys of the rows' masks, then of their values, among those
-    of the step; None if there are none."""
-    mask_slots: Tensor
-    """int64 [2 * masks * kv_heads], their slots in the copy of the pages."""
+    own: Tensor | None
+    """int64 [2 * own], indices of the keys of the rows' masks, then of their values, among those
+    of the step; None if there are none. If the copy is kept, all positions are among them."""
+    own_slots: Tensor
+    """int64 [2 * own * kv_heads], their slots in the copy of the pages."""
     num_keys: list[int] | None
     """Leading keys, in whole blocks, among which are all that each position of the only row sees;
     None unless results must not depend on padding."""
+    kept: Tensor | None = None
+    """Copies that last, see `KeptRows`; None if the pages are copied for each step."""
+    num_tokens: int = 0
+    """Leading positions of the kept rows' own that are no masks."""
+    blocks: Tensor | None = None
+    """int64 [pages], where in a layer's kept copies the pages go; None for all of a copy."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +122,8 @@ class GatheredAttention:
         self._pages = torch.zeros(size, dtype=dtype, device=device)
         self._gathered = torch.empty(0, dtype=dtype, device=device)
         self._heads = np.arange(group.kv_heads)
+        is_kept = device.type == "cpu" and not batch_invariant and not group.is_bounded
+        self._kept = KeptCopies(self._pages) if is_kept else None
         self._may_split = self._head_dim >= _SPLIT_HEAD and _has_exact_remainders(self._pages)
 
     @property
@@ -130,14 +139,19 @@ class GatheredAttention:
     def prepare(self, batch: StepBatch) -> GatheredMetadata:
         """See `Attention.prepare`."""
         self._clear_fresh(batch.rows)
-        if self._batch_invariant:
-            members = [[index] for index in range(len(batch.rows))]
-        else:
-            members = self._members(batch.rows)
+        kept, rows = list[KeptRows](), batch.rows
+        if self._kept is not None:
+            narrow = [row for row in rows if row.length <= _NARROW]
+            kept, left = self._kept.place(narrow)
+            rows = [row for row in rows if row.length > _NARROW] + left
+        is_apart = self._batch_invariant
+        members = [[row] for row in rows] if is_apart else self._members(rows)
+        groups = [self._kept_group(each, batch) for each in kept]
+        groups += [self._group(group, batch) for group in members]
         return GatheredMetadata(
             slots=self._slots(batch),
-            groups=[self._group([batch.rows[i] for i in group], batch) for group in members],
-            order=self._order(batch, members),
+            groups=groups,
+            order=self._order(batch, [*(each.rows for each in kept), *members]),
         )
 
     def attend(
@@ -165,9 +179,11 @@ class GatheredAttention:
             slots.index_copy_(0, metadata.slots, fresh.view(-1, self._head_dim))
         attend = self._attend_invariantly if self._batch_invariant else self._attend_group
         outputs = [
-            attend(group, query, self._gather(group, pages, fresh), scores)
+            attend(group, query, self._gather(group, layer, fresh), scores)
             for group in metadata.groups
         ]
+        if self._kept is not None and layer == self._layers.num_layers - 1:
+            self._kept.is_complete = True
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         if self._head_dim != self._layers.value_dim:
             output = output[..., : self._layers.value_dim]
@@ -176,6 +192,8 @@ class GatheredAttention:
     def recover(self) -> None:
         """See `Attention.recover`."""
         self._clear([self._waste])
+        if self._kept is not None:
+            self._kept.clear()
 
     def _clear_fresh(self, rows: Sequence[BatchRow]) -> None:
         """Zero the pages that rows start to fill in this step.
@@ -264,51 +282,70 @@ class GatheredAttention:
         sinks = sinks.view(self._layers.kv_heads, self._per_kv)
         return sinks.repeat_interleave(width, dim=1).unsqueeze(-1)
 
-    def _gather(self, group: _Group, pages: Tensor, fresh: Tensor) -> Tensor:
+    def _gather(self, group: _Group, layer: int, fresh: Tensor) -> Tensor:
         """Copy a group's keys and values side by side, those of masks from the step:
         [2, rows, kv_heads, keys, head_dim], or [1, ...] if values are part of the keys.
 
         All calls share one buffer, because a large new allocation takes longer than the copy.
         """
         size = (len(group.pages), self.page_size * self._head_dim)
+        pages = self._pages[layer].view(-1, size[1])
+        if group.kept is not None:
+            return self._keep(group, group.kept[layer], pages, fresh)
         if self._gathered.numel() < size[0] * size[1]:
             self._gathered = self._gathered.new_empty(size[0] * size[1])
         buffer = self._gathered[: size[0] * size[1]].view(size)
-        torch.index_select(pages.view(-1, size[1]), 0, group.pages, out=buffer)
-        if group.masks is not None:
-            masks = fresh.index_select(0, group.masks).view(-1, self._head_dim)
-            buffer.view(-1, self._head_dim).index_copy_(0, group.mask_slots, masks)
+        torch.index_select(pages, 0, group.pages, out=buffer)
+        if group.own is not None:
+            masks = fresh.index_select(0, group.own).view(-1, self._head_dim)
+            buffer.view(-1, self._head_dim).index_copy_(0, group.own_slots, masks)
         rows, heads = group.num_rows, self._layers.kv_heads
         return buffer.view(self._num_parts, rows, heads, -1, self._head_dim)
 
-    def _members(self, rows: Sequence[BatchRow]) -> list[list[int]]:
-        """Return the row indices of each group: rows of similar length and number of keys."""
-        widths: dict[int, list[int]] = {}
-        for index, row in enumerate(rows):
+    def _keep(self, group: _Group, copies: Tensor, pages: Tensor, fresh: Tensor) -> Tensor:
+        """Bring a layer's kept copies up to date, and return those of the group as `_gather` does.
+
+        Keys of masks that are not finite would stay, and spread to the tokens of later steps.
+        """
+        if group.blocks is not None:
+            blocks = pages.index_select(0, group.pages)
+            copies.view(-1, pages.shape[1]).index_copy_(0, group.blocks, blocks)
+        assert group.own is not None, "rows have positions"
+        own = fresh.index_select(0, group.own)
+        own.view(self._num_parts, -1, *own.shape[1:])[:, group.num_tokens :].nan_to_num_()
+        copies.view(-1, self._head_dim).index_copy_(
+            0, group.own_slots, own.view(-1, self._head_dim)
+        )
+        return copies[:, : group.num_rows]
+
+    def _members(self, rows: Sequence[BatchRow]) -> list[list[BatchRow]]:
+        """Return the rows of each group: rows of similar length and number of keys."""
+        widths: dict[int, list[BatchRow]] = {}
+        for row in rows:
             key = 0 if row.length <= _NARROW else (row.length - 1).bit_length()
-            widths.setdefault(key, []).append(index)
+            widths.setdefault(key, []).append(row)
         budget = _GROUP_COST / (self.page_size * self._layers.kv_heads * self._head_dim)
         groups = []
-        for members in self._split_off_ones(rows, list(widths.values())):
-            sizes = [self._num_visible(rows[index]) for index in members]
+        for members in self._split_off_ones(list(widths.values())):
+            sizes = [self._num_visible(row) for row in members]
             if (max(sizes) - min(sizes)) * len(sizes) <= budget:
                 groups.append(members)
                 continue
-            members.sort(key=lambda index: -self._num_visible(rows[index]))
+            members.sort(key=self._num_visible, reverse=True)
             groups += _split(members, sorted(sizes, reverse=True), budget)
         return groups
 
-    def _split_off_ones(self, rows: Sequence[BatchRow], groups: list[list[int]]) -> list[list[int]]:
+    def _split_off_ones(self, groups: list[list[BatchRow]]) -> list[list[BatchRow]]:
         """Split rows of one position off from wider ones if their padding would take longer."""
         split = []
         for members in groups:
-            ones = [index for index in members if rows[index].length == 1]
-            width = max(rows[index].length for index in members)
-            hidden = sum(self._num_hidden(rows[index]) for index in ones) * self.page_size
-            keys = sum(rows[index].num_cached for index in ones) - hidden
+            ones = [row for row in members if row.length == 1]
+            width = max(row.length for row in members)
+            hidden = sum(self._num_hidden(row) for row in ones) * self.page_size
+            keys = sum(row.num_cached for row in ones) - hidden
             saved = (width - 1) * keys * self._layers.heads * self._head_dim
             if len(ones) < len(members) and saved > _WIDTH_COST:
-                split += [ones, [index for index in members if rows[index].length > 1]]
+                split += [ones, [row for row in members if row.length > 1]]
             else:
                 split.append(members)
         return split
@@ -377,10 +414,58 @@ class GatheredAttention:
             positions=self._positions(rows, width, len(batch.ids)),
             pages=self._twice(pages.ravel(), self._pages[0, 0, ..., 0, 0].numel()),
             bias=self._bias(visible),
-            masks=self._twice(np.array(masks), len(batch.ids)) if masks else None,
-            mask_slots=self._twice(mask_slots.ravel(), pages.size * size),
+            own=self._twice(np.array(masks), len(batch.ids)) if masks else None,
+            own_slots=self._twice(mask_slots.ravel(), pages.size * size),
             num_keys=_blocks_to(visible[0]) if self._batch_invariant else None,
         )
+
+    def _kept_group(self, kept: KeptRows, batch: StepBatch) -> _Group:
+        rows, num_heads, num_keys = kept.rows, len(self._heads), kept.copies.shape[4]
+        width, size = max(row.length for row in rows), self.page_size
+        own, slots = list[int](), list[int]()
+        for is_mask in (False, True):
+            for place, row in enumerate(rows):
+                begin, end = (row.num_tokens, row.length) if is_mask else (0, row.num_tokens)
+                own += range(row.start + begin, row.start + end)
+                first = place * num_heads * num_keys + row.num_cached
+                slots += range(first + begin, first + end)
+        own_slots = np.array(slots, dtype=np.int64)[:, None] + self._heads * num_keys
+        counts = [row.num_cached + row.num_tokens for row in rows]
+        fresh, blocks = self._fresh_pages(kept)
+        visible = self._visible(rows, counts, width, num_keys, batch.position_ids)
+        return _Group(
+            num_rows=len(rows),
+            width=width,
+            positions=self._positions(rows, width, len(batch.ids)),
+            pages=self._twice(fresh, self._pages[0, 0, ..., 0, 0].numel()),
+            bias=self._bias(visible),
+            own=self._twice(np.array(own), len(batch.ids)),
+            own_slots=self._twice(own_slots.ravel(), kept.copies[0, 0, ..., 0].numel()),
+            num_keys=None,
+            kept=kept.copies,
+            num_tokens=sum(row.num_tokens for row in rows),
+            blocks=self._twice(blocks, kept.copies[0, 0, ..., 0].numel() // size)
+            if kept.fresh
+            else None,
+        )
+
+    def _fresh_pages(self, kept: KeptRows) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the pages of fresh places, by head, and the blocks of the copies that they fill.
+
+        Pages of zeros fill the rest of a place.
+        """
+        num_pages, num_heads = kept.copies.shape[4] // self.page_size, len(self._heads)
+        tables = []
+        for place in kept.fresh:
+            row = kept.rows[place]
+            held = self._layers.pages(row)[: -(-row.num_cached // self.page_size)]
+            tables.append(held + [self._zeros] * (num_pages - len(held)))
+        table = np.array(tables, dtype=np.int64).reshape(-1, 1, num_pages)
+        places = np.array(kept.fresh, dtype=np.int64).reshape(-1, 1, 1)
+        heads = self._heads[:, None]
+        pages = table * num_heads + heads  # [fresh, heads, pages]
+        blocks = (places * num_heads + heads) * num_pages + np.arange(num_pages)
+        return pages.ravel(), blocks.ravel()
 
     def _positions(self, rows: list[BatchRow], width: int, num_positions: int) -> Tensor | None:
         if len(rows) * width == num_positions and all(
@@ -439,13 +524,12 @@ class GatheredAttention:
             bias = np.tile(bias, (1, 1, self._per_kv, 1))
         return torch.from_numpy(bias).to(self._device, self._dtype, non_blocking=True)
 
-    def _order(self, batch: StepBatch, members: list[list[int]]) -> Tensor | None:
+    def _order(self, batch: StepBatch, members: list[list[BatchRow]]) -> Tensor | None:
         where = [0] * len(batch.ids)
         offset = 0
         for group in members:
-            width = max(batch.rows[index].length for index in group)
-            for index in group:
-                row = batch.rows[index]
+            width = max(row.length for row in group)
+            for row in group:
                 where[row.start : row.start + row.length] = range(offset, offset + row.length)
                 offset += width
         if offset == len(where) and where == list(range(offset)):
@@ -456,7 +540,7 @@ class GatheredAttention:
         return torch.from_numpy(numbers).to(self._device, non_blocking=True)
 
 
-def _split(members: list[int], sizes: list[int], budget: float) -> list[list[int]]:
+def _split(members: list[BatchRow], sizes: list[int], budget: float) -> list[list[BatchRow]]:
     """Split rows, sorted by falling size, wherever that saves more padding than ``budget``."""
     savings = [(sizes[0] - size) * (len(sizes) - index) for index, size in enumerate(sizes)]
     saved, cut = max(zip(savings, range(len(sizes)), strict=True))

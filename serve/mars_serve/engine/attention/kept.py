@@ -1,0 +1,166 @@
+"""Copies of the keys and values of decoding rows that last from step to step, on a CPU.
+
+Matrix products want a row's keys side by side. To copy them from pages for every step takes longer
+than to attend once texts are long. So a row has a place in a rectangle of rows with about as many
+keys, to which each step adds only its own; it is copied from pages when it comes, moves, or has
+outgrown its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from mars_serve.engine.batch import BatchRow
+from mars_serve.engine.request import Request
+
+_FEWEST_KEYS = 64
+"""Keys of the smallest places."""
+_MOST_PADDING = 2
+"""Most keys of a place that a row is put into, over those that it needs."""
+
+
+@dataclass(eq=False)
+class Rectangle:
+    """Places of equal size in every layer; the first ones are in use."""
+
+    copies: Tensor
+    """[layers, parts, places, kv_heads, keys, head_dim]; the parts are keys and values."""
+    owners: list[Request] = field(default_factory=list)
+    """Requests that have the first places."""
+
+    @property
+    def num_keys(self) -> int:
+        """Keys of a place."""
+        return self.copies.shape[4]
+
+
+@dataclass(frozen=True)
+class KeptRows:
+    """Rows of a step that attend together, in the order of their places."""
+
+    copies: Tensor
+    """Those of `Rectangle`."""
+    rows: list[BatchRow]
+    fresh: list[int]
+    """Places into which the cached tokens have yet to be copied from pages."""
+
+
+class KeptCopies:
+    """The rectangles of one group of layers, which are no larger than its pages together."""
+
+    def __init__(self, pages: Tensor) -> None:
+        """Start without rows; pages are [layers, parts, pages, kv_heads, page_size, head_dim]."""
+        self._pages, self._num_left = pages, pages.numel()
+        self._rectangles: list[Rectangle] = []
+        self._num_valid: dict[Request, int] = {}
+        """Leading tokens, for each request that has a place, that are in it after the last step."""
+        self.is_complete = True
+        """Whether all layers of the last step have attended; otherwise some lack copies."""
+
+    def clear(self) -> None:
+        """Take all places back."""
+        for rectangle in self._rectangles:
+            rectangle.owners.clear()
+        self._num_valid.clear()
+
+    def place(self, rows: Sequence[BatchRow]) -> tuple[list[KeptRows], list[BatchRow]]:
+        """Return how the rows of the next step are kept, and those for which there is no room.
+
+        Requests without a row lose their places.
+        """
+        if not self.is_complete:
+            self.clear()
+        by_owner = {row.owner: row for row in rows if row.owner is not None}
+        fresh = self._close_up(by_owner)
+        held = {owner for rectangle in self._rectangles for owner in rectangle.owners}
+        for owner, row in by_owner.items():
+            if owner not in held and (rectangle := self._find(_num_keys(row))):
+                rectangle.owners.append(owner)
+                fresh.add(owner)
+        kept = [
+            KeptRows(
+                each.copies,
+                [by_owner[owner] for owner in each.owners],
+                [place for place, owner in enumerate(each.owners) if owner in fresh],
+            )
+            for each in self._rectangles
+            if each.owners
+        ]
+        placed = [row for each in kept for row in each.rows]
+        self._num_valid = {
+            row.owner: row.num_cached + row.num_tokens for row in placed if row.owner is not None
+        }
+        self.is_complete = not placed
+        return kept, [row for row in rows if row.owner not in self._num_valid]
+
+    def _close_up(self, by_owner: Mapping[Request, BatchRow]) -> set[Request]:
+        """Take places back from requests whose cached tokens are not there, that have outgrown
+        theirs, or that have no row; return those that move up from the end into their places.
+        """
+        moved = set[Request]()
+        for rectangle in self._rectangles:
+            staying = [
+                owner if self._stays(by_owner.get(owner), rectangle) else None
+                for owner in rectangle.owners
+            ]
+            while None in staying:
+                last = staying.pop()
+                if last is not None:
+                    staying[staying.index(None)] = last
+                    moved.add(last)
+            rectangle.owners = [owner for owner in staying if owner is not None]
+        return moved
+
+    def _stays(self, row: BatchRow | None, rectangle: Rectangle) -> bool:
+        if row is None or row.owner is None or _num_keys(row) > rectangle.num_keys:
+            return False
+        return row.num_cached <= self._num_valid.get(row.owner, -1)
+
+    def _find(self, num_keys: int) -> Rectangle | None:
+        """Return the rectangle with the smallest free place that is large enough, or a new one."""
+        most = max(_FEWEST_KEYS, _MOST_PADDING * num_keys)
+        fitting = [each for each in self._rectangles if num_keys <= each.num_keys <= most]
+        if not fitting:
+            copies = self._new(1, self._capacity(num_keys))
+            if copies is None:
+                return None
+            self._rectangles.append(Rectangle(copies))
+            return self._rectangles[-1]
+        found = min(fitting, key=lambda each: each.num_keys)
+        places = len(found.owners)
+        if places == found.copies.shape[2]:
+            copies = self._new(2 * places, found.num_keys)
+            if copies is None:
+                return None
+            copies[:, :, :places] = found.copies
+            self._num_left += found.copies.numel()
+            found.copies = copies
+        return found
+
+    def _capacity(self, num_keys: int) -> int:
+        """Return the keys of a place for at least so many: one of few numbers, in whole pages."""
+        count, page_size = max(num_keys, _FEWEST_KEYS), self._pages.shape[4]
+        step = 1 << ((count - 1).bit_length() - 2)
+        step += -step % page_size
+        return -(-count // step) * step
+
+    def _new(self, num_places: int, num_keys: int) -> Tensor | None:
+        """Reserve places, or return None if pages and places would take too much memory."""
+        layers, parts, _, heads, _, head_dim = self._pages.shape
+        size = layers, parts, num_places, heads, num_keys, head_dim
+        needed = layers * parts * num_places * heads * num_keys * head_dim
+        if needed > self._num_left:
+            for each in self._rectangles:
+                self._num_left += 0 if each.owners else each.copies.numel()
+            self._rectangles = [each for each in self._rectangles if each.owners]
+        if needed > self._num_left:
+            return None
+        self._num_left -= needed
+        return self._pages.new_empty(size)
+
+
+def _num_keys(row: BatchRow) -> int:
+    return row.num_cached + row.length
