@@ -129,12 +129,15 @@ def busy_node_variables() -> dict[str, str]:
 
     Relies on internal settings. ``ray.init`` waits 30 s for a node's processes, and all workers get
     the niceness 15, so that two busy programs leave a server or a training a tenth of their speed.
-    A node reports its resources ten times a second, which takes 1% of a core. Its processes wait a
-    minute for a head that has ended, as one does whose whole process group gets a signal.
+    A node reports its resources ten times a second, which takes 1% of a core. A raylet that asks
+    its object store a moment too early waits a second until it asks again. A node's processes wait
+    a minute for a head that has ended, as one does whose whole process group gets a signal.
     """
     return {
         "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
         "RAY_gcs_server_port_wait_time_s": "120",
+        "RAY_raylet_client_connect_timeout_milliseconds": "50",
+        "RAY_raylet_client_num_connect_attempts": "200",
         "RAY_worker_niceness": "0",
         "RAY_raylet_report_resources_period_milliseconds": "1000",
     }
