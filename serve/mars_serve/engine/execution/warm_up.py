@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from mars_autoscale.model.step_times import StepTimes
+from mars_platform.method.mode import Mode
 from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.memory import Memory
 from mars_serve.engine.pages import PagePool
-from mars_serve.engine.request import Request
+from mars_serve.engine.request import Draft, Request
 from mars_serve.engine.scheduled_row import ScheduledRow
 
 REPEATS = 6
@@ -196,16 +197,20 @@ def measure_prefill(
 def _rows(
     memory: Memory, num_positions: int, num_rows: int, num_cached: int, window: int
 ) -> list[ScheduledRow]:
-    """Make rows that share positions as in decoding: unevenly, about two thirds of them masks."""
+    """Make rows that share positions, unevenly, as in mode exact: one token, and as many drafts as
+    masks, whose logits are all read. Without a ``window`` all positions are tokens.
+    """
     rows = []
     for index in range(num_rows):
         length = num_positions // num_rows + (index < num_positions % num_rows)
         if num_positions >= 2 * num_rows and index ^ 1 < num_rows:
             length += 1 if index % 2 else -1
-        num_masks = min(window, 2 * length // 3)
-        num_tokens = length - num_masks
-        request = Request("warm-up", [0] * (num_cached + num_tokens), DecodingOptions(1))
-        request.num_cached = num_cached
-        rows.append(ScheduledRow(request, num_tokens, (num_masks,), reads_logits=True))
+        num_drafts, num_masks = min(window, (length - 1) // 2), min(window, length // 2)
+        num_tokens = length - num_drafts - num_masks
+        options = DecodingOptions(1, Mode.EXACT)
+        request = Request("warm-up", [0] * (num_cached + num_tokens), options)
+        request.num_cached, request.drafts = num_cached, [Draft(0, 0.5)] * num_drafts
+        masks = (*[0] * num_drafts, num_masks)
+        rows.append(ScheduledRow(request, num_tokens, masks, reads_logits=True))
         assert memory.reserve(rows[-1]), "the pool holds the rows"
     return rows

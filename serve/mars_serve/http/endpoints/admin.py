@@ -9,17 +9,16 @@ from collections.abc import Mapping
 from typing import Annotated
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from mars_serve.api.bodies import at_most
 from mars_serve.api.errors import invalid_value
+from mars_serve.api.protocol import Threshold
 from mars_serve.api.schema import Shape, errors_described
 from mars_serve.config.served import ServedModel
 from mars_serve.http.endpoints.audit import Audits, audits
 from mars_serve.http.endpoints.autoscaler import Autoscalers, explanations
 from mars_serve.http.endpoints.information import find_model
-
-_Threshold = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 
 
 class ThresholdChange(BaseModel):
@@ -27,7 +26,7 @@ class ThresholdChange(BaseModel):
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
-    confidence_threshold: _Threshold | None
+    confidence_threshold: Threshold | None
     """New live τ in (0, 1], in force until the next change; null returns control to the autoscaler.
     A request keeps a higher floor of its own, its key or its tier."""
     model: str | None = None
@@ -37,7 +36,7 @@ class ThresholdChange(BaseModel):
 class Live(Shape):
     """A live τ."""
 
-    confidence_threshold: _Threshold
+    confidence_threshold: Threshold
     version: int
     """Number that grows with every change."""
 

@@ -80,6 +80,7 @@ async def test_running_requests_follow_down_to_their_floor(client):
     [
         ({"confidence_threshold": 0}, 400, "confidence_threshold"),
         ({"confidence_threshold": 1.01}, 400, "confidence_threshold"),
+        ({"confidence_threshold": True}, 400, "confidence_threshold"),
         ({"confidence_threshold": None}, 400, "confidence_threshold"),
         ({}, 400, "confidence_threshold"),
         ({"confidence_threshold": 0.5, "model": "nobody"}, 404, "model"),
