@@ -119,18 +119,6 @@ class Conversation:
     """Whether they are no more than a body may have."""
 
 
-@dataclass(frozen=True)
-class _Run:
-    """A response that is generated in the background here."""
-
-    caller: Caller
-    name: str
-    created_at: int
-    items: bytes
-    work: asyncio.Task[httpx.Response]
-    """The request that generates it."""
-
-
 @dataclass
 class StoredResponses:
     """The stored responses of all keys, as one ingress replica sees them."""
@@ -179,11 +167,10 @@ class StoredResponses:
         found = await self._read(caller, own_id)  # it may have ended, and its signs with it
         if found is None or not found.is_running:
             return found
-        is_cancelled = await self._has(caller, _CANCELS, own_id)
-        outcome = _CANCELLED if is_cancelled else _failed(_gone("has ended"))
-        before, items = found.response, found.items
-        given_up = await self._made(caller, lambda: {**from_json(before), **outcome}, items)
-        await self._end(caller, own_id, given_up)
+        before, cancelled = found.response, await self._has(caller, _CANCELS, own_id)
+        outcome = _CANCELLED if cancelled else _failed(_gone("has ended"))
+        given_up = self._made(caller, lambda: {**from_json(before), **outcome}, found.items)
+        await self._end(caller, own_id, await given_up)
         return await self._read(caller, own_id)
 
     async def _is_silent(self, caller: Caller, name: str) -> bool:
@@ -317,17 +304,12 @@ class StoredResponses:
     ) -> bytes:
         """Begin to generate a response in the background, and return it as it is now.
 
-        Args:
-            caller: Sender of the request.
-            body: The request, and
-            name: the response's id in the storage.
-            request: The request as it was sent.
-            items: The conversation, as it is stored.
+        Raises:
+            ApiError: status 429: too many are generated already.
         """
         self._take_room(caller, name, len(request) + len(items))
         try:
-            created_at = int(time.time())
-            response = {**echo_of(body), "id": f"resp_{name}", "created_at": created_at}
+            response = {**echo_of(body), "id": f"resp_{name}", "created_at": int(time.time())}
             now = {**response, "status": "in_progress"}
             await self.keep(caller, name, now, items)
             await self._beat(caller, name, 0)
@@ -336,9 +318,8 @@ class StoredResponses:
             del self._sizes[name]
             raise
         within_s = _WAIT_S if body.deadline_ms is None else 0
-        work = asyncio.create_task(self._answer(caller, name, request, within_s))
-        self._works[name] = work
-        task = asyncio.create_task(self._run(_Run(caller, name, created_at, items, work), now))
+        self._works[name] = asyncio.create_task(self._answer(caller, name, request, within_s))
+        task = asyncio.create_task(self._run(caller, name, now, items))
         self._tasks.add(task)
         task.add_done_callback(partial(self._forget, name))
         return queued
@@ -361,23 +342,22 @@ class StoredResponses:
         if not task.cancelled() and (error := task.exception()):
             _log.error("a response in the background was lost", exc_info=error)
 
-    async def _run(self, run: _Run, response: dict[str, Any]) -> None:
+    async def _run(self, caller: Caller, name: str, response: dict[str, Any], items: bytes) -> None:
         """Look after a response, and store it however it ends."""
         try:
-            outcome = await self._outcome(run)
+            outcome = await self._outcome(caller, name)
         except ApiError as problem:
             outcome = _failed(problem)
-        response = {**response, **outcome, "created_at": run.created_at}
-        stored = await self._made(run.caller, lambda: response, run.items)
-        await self._end(run.caller, run.name, stored)
+        ended = {**response, **outcome, "created_at": response["created_at"]}
+        await self._end(caller, name, await self._made(caller, lambda: ended, items))
 
-    async def _outcome(self, run: _Run) -> dict[str, Any]:
+    async def _outcome(self, caller: Caller, name: str) -> dict[str, Any]:
         """Return the members of a response that the end of its generation gives it.
 
         Raises:
             ApiError: it has failed.
         """
-        caller, name, work, beat = run.caller, run.name, run.work, 0
+        work, beat = self._works[name], 0
         try:
             while not (await asyncio.wait([work], timeout=self.beat_s))[0]:
                 beat += 1
