@@ -195,7 +195,9 @@ Item = Annotated[
     | Annotated[OtherItem, Tag(OTHER)],
     by_type(_ITEMS, default="message-item"),
 ]
-_STORED = TypeAdapter[list[Item]](list[Item])
+_read = TypeAdapter[list[Item]](list[Item]).validate_python
+_READ_ITEMS = 64
+"""Stored items that are read at once."""
 _PREFIXES = {
     "message": "msg",
     "reasoning": "rs",
@@ -214,8 +216,12 @@ Items = Annotated[
 
 
 def read_items(stored: Sequence[Mapping[str, Any]]) -> list[Item]:
-    """Return stored items, which may be more than a request may have."""
-    return _STORED.validate_python(stored)
+    """Return stored items, which may be more than a request may have.
+
+    Some are read at a time, since pydantic lets no other thread run meanwhile.
+    """
+    starts = range(0, len(stored), _READ_ITEMS)
+    return [item for start in starts for item in _read(stored[start : start + _READ_ITEMS])]
 
 
 def stored_items(items: Sequence[Item], response: str) -> list[dict[str, Any]]:
