@@ -118,6 +118,7 @@ async def _create(
         return await generator.chat(asked.chat, request, dialect)
     headers = await generator.check(asked.chat, request, dialect)
     queued = await kept.start(caller, body, name, await request.body(), asked.items)
+    request.state.record.queued = True
     return Response(queued, media_type=_JSON, headers=headers)
 
 

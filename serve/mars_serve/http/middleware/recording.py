@@ -108,7 +108,7 @@ class RecordMiddleware:
         outcome = outcome_of(record, exchange, error)
         is_other = exchange.path in _OTHERS or exchange.path.startswith(_STORED)
         is_generating = exchange.path.startswith("/v1/") and not is_other
-        if exchange.method == "POST" and is_generating:
+        if exchange.method == "POST" and is_generating and not record.queued:
             endpoint = exchange.path if exchange.path in GENERATING else "other"
             self._telemetry.count(record.model, outcome, endpoint)
             if outcome.startswith("rejected_") and exchange.status is not None:

@@ -36,6 +36,8 @@ class RequestRecord:
     lora: str | None = None
     """Name of the LoRA adapter that acts on the model."""
     stream: bool | None = None
+    queued: bool | None = None
+    """Whether it is answered later, in the background, by a request with a record of its own."""
     mode: str | None = None
     threshold_mean: float | None = None
     """Mean τ over the forward passes."""

@@ -82,7 +82,8 @@ async def begun(client: Client, **fields: Any) -> str:
 
 
 async def test_it_counts_once_and_names_unknown_fields(make_app, tmp_path):
-    client = client_of(make_app(keys=KEYS), headers=bearer("a"))
+    app = make_app(keys=KEYS)
+    client = client_of(app, headers=bearer("a"))
     response = await client.post(PATH, json={**BODY, "odd": 1})
     assert response.headers["X-Marsray-Unknown-Fields"] == "odd"
     found = await ended(client, response.json()["id"])
@@ -91,6 +92,13 @@ async def test_it_counts_once_and_names_unknown_fields(make_app, tmp_path):
     assert found["store"]
     again = await client.post(PATH, json={**BODY, "background": False})
     assert again.headers["x-ratelimit-remaining-requests"] == "2"
+    counted = [
+        sample.value
+        for family in app.state.telemetry.collect()
+        for sample in family.samples
+        if sample.name == "marsray_requests_total"
+    ]
+    assert sum(counted) == 2
     assert kinds_in(tmp_path) == {"responses": 2}
 
 
