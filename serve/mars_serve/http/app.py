@@ -86,7 +86,7 @@ def create_app(
         is_id_echoed=replica is not None,
     )
     app.state.telemetry = telemetry
-    app.state.batches = _runner(app, batches, keys, settings) if batches else None
+    app.state.batches = _runner(app, batches, keys, threads, settings) if batches else None
     app.include_router(information_router(models))
     app.include_router(about_router(models, settings))
     app.include_router(admin_router(models))
@@ -119,12 +119,13 @@ async def _lifespan(app: FastAPI) -> AsyncGenerator[None]:
 
 
 def _runner(
-    app: FastAPI, batches: BatchStore, keys: KeyRing, settings: ServeSettings
+    app: FastAPI, batches: BatchStore, keys: KeyRing, threads: TextThreads, settings: ServeSettings
 ) -> BatchRunner:
     num_slots = settings.storage.batch_concurrency
     slots = asyncio.Semaphore(num_slots)
+    telemetry = app.state.telemetry
     means = Means(
-        OwnRequests(app), keys.named, settings.limits, app.state.telemetry, num_slots, slots
+        OwnRequests(app), keys.named, settings.limits, telemetry, num_slots, slots, threads
     )
     return BatchRunner(batches, means)
 

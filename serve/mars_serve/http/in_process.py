@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mars_serve.api.keys import Caller
 
 _REFUSED = (429, 503)
-_STORAGE_FULL = b'"code":"storage_full"'
-"""Part of a refusal that waiting does not end."""
+_FINAL = (b'"code":"storage_full"', b'"code":"deadline"')
+"""Parts of refusals that waiting does not end."""
 _RETRY_S = (1.0, 60.0)
 """Shortest and longest wait in seconds before a request that was refused is sent again."""
 
@@ -69,7 +69,7 @@ async def post_until_served(
 
 def is_refused(response: httpx.Response) -> bool:
     """Return whether there was no room for a request, and may be later."""
-    return response.status_code in _REFUSED and _STORAGE_FULL not in response.content
+    return response.status_code in _REFUSED and not any(each in response.content for each in _FINAL)
 
 
 def _wait_s(response: httpx.Response) -> float:

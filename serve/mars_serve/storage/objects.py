@@ -10,7 +10,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -36,8 +36,6 @@ _OWN = re.compile(r"[0-9a-f]{32}/[a-z_]+/([^/]+/){0,2}[0-9a-f]{32}")
 """Path below the root of an object, or of one that is being written."""
 _COUNT_S = 60.0
 """Seconds for which the sizes of a key's objects are known, but for what is written here."""
-
-_NUM_THREADS = 16
 
 _Found = TypeVar("_Found")
 OnFull = Literal["refuse", "drop_oldest", "exceed"]
@@ -66,6 +64,20 @@ class _Usage:
     """Objects by kind."""
 
 
+class TenantThreads:
+    """Threads of which a tenant has some at most, so that others find some free."""
+
+    def __init__(self, name: str, num: int, num_of_tenant: int) -> None:
+        self._threads = ThreadPoolExecutor(num, name)
+        self._turns = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(num_of_tenant))
+
+    async def run(self, tenant: str, work: Callable[..., _Found], *arguments: Any) -> _Found:
+        """Call what waits for the storage in a thread of a tenant's."""
+        async with self._turns[tenant]:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, partial(work, *arguments))
+
+
 class ObjectStorage:
     """Objects below a root, which all ingress replicas share.
 
@@ -82,7 +94,10 @@ class ObjectStorage:
         assert settings.path is not None
         self.settings = settings
         self._clock = clock
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, "storage")
+        # the event loop's own threads would be missing to requests while many wait for a storage
+        self.short = TenantThreads("storage", 32, 8)
+        self.long = TenantThreads("storage-long", 4, 1)
+        """Threads for what takes seconds, such as whole files."""
         self._usage = dict[str, _Usage]()
         path = settings.path
         try:
@@ -100,14 +115,6 @@ class ObjectStorage:
                 f"storage.path: {path} cannot be used ({one_line(error)}); name a directory or a "
                 "URL that can be written"
             ) from error
-
-    async def in_thread(self, work: Callable[..., _Found], *arguments: Any) -> _Found:
-        """Call what waits for the storage in one of its threads.
-
-        Those of the event loop would be missing to requests where many wait for a slow storage.
-        """
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, partial(work, *arguments))
 
     async def put(
         self, tenant: str, kind: str, name: str, content: bytes, on_full: OnFull = "refuse"
@@ -129,7 +136,8 @@ class ObjectStorage:
         Raises:
             ApiError: status 429: the key has no room, and ``on_full`` is not to ``exceed``.
         """
-        return await self.in_thread(self._put, tenant, kind, name, file, on_full)
+        threads = self.short if isinstance(file, BytesIO) else self.long
+        return await threads.run(tenant, self._put, tenant, kind, name, file, on_full)
 
     async def get(self, tenant: str, kind: str, name: str) -> bytes | None:
         """Return an object's content; None if there is none, also for what is no id."""
@@ -137,7 +145,7 @@ class ObjectStorage:
 
     async def get_all(self, tenant: str, kind: str, ids: Iterable[str]) -> dict[str, bytes]:
         """Return the contents of some objects by their ids; those that do not exist are missing."""
-        return await self.in_thread(self._get, tenant, kind, ids)
+        return await self.short.run(tenant, self._get, tenant, kind, ids)
 
     def open(self, tenant: str, kind: str, name: str) -> BinaryIO:
         """Open an object to read it in pieces, in a thread of the caller's.
@@ -157,23 +165,23 @@ class ObjectStorage:
             others = sizes.total() - sizes[but_for]
             return others + num_bytes <= self.settings.bytes_per_key
 
-        return await self.in_thread(find)
+        return await self.short.run(tenant, find)
 
     async def names(self, tenant: str, kind: str) -> list[str]:
         """Return the ids of a kind's objects, the oldest first."""
-        return await self.in_thread(self._names, tenant, kind)
+        return await self.short.run(tenant, self._names, tenant, kind)
 
     async def delete(self, tenant: str, kind: str, name: str) -> bool:
         """Delete an object; return whether there was one."""
-        return await self.in_thread(self._delete, tenant, kind, [name]) == 1
+        return await self.short.run(tenant, self._delete, tenant, kind, [name]) == 1
 
     async def delete_all(self, tenant: str, kind: str, ids: Iterable[str]) -> None:
         """Delete some objects, as far as they exist."""
-        await self.in_thread(self._delete, tenant, kind, ids)
+        await self.short.run(tenant, self._delete, tenant, kind, ids)
 
     async def delete_expired(self) -> None:
         """Delete all objects of all keys that are older than the lifetime."""
-        await self.in_thread(self._delete_expired)
+        await self.long.run("server", self._delete_expired)
 
     def _path(self, tenant: str, kind: str, name: str) -> str:
         assert _ID.fullmatch(name), name

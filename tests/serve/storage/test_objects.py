@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryFile
+from threading import Event
 
 import pytest
 
@@ -119,6 +121,22 @@ async def test_what_is_full_of_another_kind_loses_nothing(root: str) -> None:
     with pytest.raises(ApiError, match="1049600 bytes and 1 objects"):
         await storage.put("a", "responses", ids[2], b"1", on_full="drop_oldest")
     assert await storage.names("a", "responses") == ids[:1]
+
+
+async def test_a_tenant_that_waits_for_a_slow_storage_holds_up_no_other(root: str) -> None:
+    storage, is_over = ObjectStorage(StorageSettings(path=root)), Event()
+    waits = [
+        asyncio.create_task(threads.run("a", is_over.wait))
+        for threads in (storage.short, storage.long)
+        for _ in range(40)
+    ]
+    await asyncio.sleep(0)  # all wait now
+    with TemporaryFile() as file:
+        await storage.put_file("b", "files", new_id(), file)
+    assert len(await storage.names("b", "files")) == 1
+    assert not any(each.done() for each in waits)
+    is_over.set()
+    assert all(await asyncio.gather(*waits))
 
 
 async def test_objects_end_with_their_lifetime(root: str) -> None:

@@ -5,6 +5,7 @@ Source: OpenAI API reference, "Batch": the objects of request input and output.
 
 from codecs import BOM_UTF8
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, BinaryIO, Literal
@@ -143,6 +144,13 @@ def _check_line(line: Line, endpoint: str, seen: set[bytes]) -> None:
         if line.body.get(field):
             reason = f"{field}: answers of a batch are whole; leave it out"
             raise LineProblem("invalid_value", reason, field)
+
+
+def custom_id_of(number: int, content: bytes) -> str:
+    """Return the custom_id in a line, or one that says its number where a long line is cut."""
+    with suppress(ValueError, KeyError, TypeError):
+        return str(from_json(content, allow_partial=True)["custom_id"])
+    return f"line {number}"
 
 
 def request_body(line: Line, tiers: Collection[str]) -> bytes:

@@ -6,11 +6,13 @@ objects of their own, so that no two processes change the same one.
 """
 
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from pydantic import BaseModel
 
+from mars_serve.api.errors import ApiError
 from mars_serve.http.batches.lines import LineError
 from mars_serve.storage.files import FileStore
 from mars_serve.storage.objects import new_id
@@ -24,6 +26,9 @@ Outcome = Literal["failed", "completed", "expired", "cancelled"]
 ENDED: frozenset[Status] = frozenset({"failed", "completed", "expired", "cancelled"})
 
 _RECORDS, _CANCELS, _LEASES = "batches", "batch_cancels", "batch_leases"
+_MOST_UNFINISHED = 100
+"""Most batches of a tenant that have not ended."""
+_RETRY_AFTER_S = 60
 _SERVER = "server"  # no tenant has this name: keys' begin with "key:" or "tenant:"
 
 
@@ -61,6 +66,7 @@ class Lease(BaseModel):
     """Says which process runs a batch; one that no longer changes is of a process that is gone."""
 
     tenant: str
+    expires_at: int
     owner: str = ""
     """Random id of the process's, empty for a batch that nobody runs."""
     beat: int = 0
@@ -72,18 +78,29 @@ class BatchStore:
     def __init__(self, files: FileStore) -> None:
         self.files = files
         self._storage = files.storage
+        self._creating = Counter[str]()
+        """Batches that are being created, by tenant."""
 
     async def create(self, record: BatchRecord) -> str:
         """Keep a new batch to be run; return its id.
 
         Raises:
-            ApiError: see `ObjectStorage.put_file`.
+            ApiError: status 429: the tenant has too many that have not ended, or no room.
         """
-        name = new_id()
-        # a batch without a lease would never run; a lease without a batch is taken away
-        await self.put_lease(name, Lease(tenant=record.tenant))
-        content = record.model_dump_json().encode()
-        await self._storage.put(record.tenant, _RECORDS, name, content)
+        name, tenant = new_id(), record.tenant
+        self._creating[tenant] += 1
+        try:
+            unfinished = {*await self.unfinished()} & {*await self.names(tenant)}
+            if len(unfinished) + self._creating[tenant] > _MOST_UNFINISHED:
+                reason = f"{len(unfinished)} of this key have not ended, and {_MOST_UNFINISHED} may"
+                message = f"batches: {reason}; wait for some to end, or cancel them"
+                raise ApiError(429, message, code="too_many_batches", retry_after_s=_RETRY_AFTER_S)
+            # a batch without a lease would never run; a lease without a batch is taken away
+            await self.put_lease(name, Lease(tenant=tenant, expires_at=record.expires_at))
+            content = record.model_dump_json().encode()
+            await self._storage.put(tenant, _RECORDS, name, content)
+        finally:
+            self._creating -= Counter([tenant])  # also forgets those without any
         return name
 
     async def update(self, name: str, record: BatchRecord) -> None:
@@ -100,26 +117,32 @@ class BatchStore:
         found = await self._storage.get_all(tenant, _RECORDS, names)
         return {name: BatchRecord.model_validate_json(each) for name, each in found.items()}
 
-    async def cancel(self, tenant: str, name: str) -> None:
+    async def cancel(self, name: str) -> None:
         """Ask whoever runs a batch to end it."""
         now = b"%d" % time.time()
-        await self._storage.put(tenant, _CANCELS, name, now, on_full="exceed")
+        await self._storage.put(_SERVER, _CANCELS, name, now, on_full="exceed")
 
-    async def cancelled_at(self, tenant: str, name: str) -> int | None:
+    async def cancelled_at(self, name: str) -> int | None:
         """Return the time at which somebody asked to cancel a batch; None if nobody did."""
-        found = await self._storage.get(tenant, _CANCELS, name)
+        found = await self._storage.get(_SERVER, _CANCELS, name)
         return None if found is None else int(found)
 
-    async def leases(self) -> dict[str, Lease]:
-        """Return the leases of all batches that have not ended, by id, the oldest first."""
-        names = await self._storage.names(_SERVER, _LEASES)
+    async def cancelled(self) -> set[str]:
+        """Return the ids of all batches that somebody asked to cancel."""
+        return {*await self._storage.names(_SERVER, _CANCELS)}
+
+    async def unfinished(self) -> list[str]:
+        """Return the ids of all batches of all tenants that have not ended, the oldest first."""
+        return await self._storage.names(_SERVER, _LEASES)
+
+    async def leases(self, names: Sequence[str]) -> dict[str, Lease]:
+        """Return the leases of those of some batches that have not ended, by id and in order."""
         found = await self._storage.get_all(_SERVER, _LEASES, names)
         return {name: Lease.model_validate_json(each) for name, each in found.items()}
 
     async def lease(self, name: str) -> Lease | None:
         """Return the lease of a batch; None if it has ended."""
-        found = await self._storage.get(_SERVER, _LEASES, name)
-        return None if found is None else Lease.model_validate_json(found)
+        return (await self.leases([name])).get(name)
 
     async def put_lease(self, name: str, lease: Lease) -> None:
         """Write the lease of a batch."""
@@ -129,8 +152,12 @@ class BatchStore:
     async def clear(self, tenant: str, name: str) -> None:
         """Delete what a batch that has ended no longer needs."""
         await self._storage.delete_all(tenant, _parts(name), await self.parts(tenant, name))
-        await self._storage.delete(tenant, _CANCELS, name)
+        await self._storage.delete(_SERVER, _CANCELS, name)
         await self._storage.delete(_SERVER, _LEASES, name)  # last, so that this is done again
+
+    async def forget_cancels(self, names: Iterable[str]) -> None:
+        """Delete wishes to cancel batches that had ended by then."""
+        await self._storage.delete_all(_SERVER, _CANCELS, names)
 
     async def put_part(self, tenant: str, name: str, content: bytes) -> None:
         """Keep some answers of a batch."""

@@ -1,26 +1,25 @@
 """Runs one batch, and goes on where another process has left it."""
 
 import asyncio
-import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass
+from functools import partial
 from tempfile import TemporaryFile
 from typing import IO, BinaryIO
 
 import httpx
-from pydantic_core import from_json
 
 from mars_serve.api.keys import Caller
+from mars_serve.api.text_threads import TextThreads
 from mars_serve.config.settings import LimitSettings
 from mars_serve.http.batches.lines import (
-    Line,
     LineError,
     LineProblem,
     answer_line,
     check_lines,
+    custom_id_of,
     numbered_lines,
     parse_line,
     request_body,
@@ -37,8 +36,10 @@ from mars_serve.http.in_process import OwnRequests, is_refused, post_until_serve
 from mars_serve.observability.ingress_telemetry import IngressTelemetry
 from mars_serve.storage.objects import new_id
 
-_READ_LINES = 16
-"""Lines that are read at once."""
+_READ_LINES, _READ_BYTES = 16, 2**20
+"""Lines that are read at once, and the bytes that end a smaller number."""
+_LINES_BYTES = 8 * 2**20
+"""Bytes of a batch's lines that wait or are answered at a time; one line may have more."""
 _READ_PARTS = 4
 """Parts that are read at once."""
 _PART_BYTES = 4 * 2**20
@@ -71,9 +72,8 @@ class Means:
     num_slots: int
     """Largest number of lines that are answered at a time."""
     slots: asyncio.Semaphore
+    texts: TextThreads
     pace: Pace = Pace()
-    checks: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
-    """Bounds the storage's threads that check inputs, which others wait for."""
 
 
 class Gate:
@@ -122,7 +122,7 @@ class BatchRun:
         self._name = name
         self._record = record
         self._lease = lease
-        self._in_thread = store.files.storage.in_thread
+        self._in_thread = partial(store.files.storage.short.run, record.tenant)
         self._means = means
         self._gate = Gate(means.num_slots)
         self._done = set[int]()
@@ -130,6 +130,9 @@ class BatchRun:
         self._part = list[bytes]()
         """Answers that are not written yet."""
         self._part_bytes = 0
+        self._line_bytes = 0
+        """Bytes of the lines that wait or are answered."""
+        self._has_room = asyncio.Event()
         self._writing = asyncio.Lock()
         self._told = (0, 0)
         """Counts in the record that was written last."""
@@ -143,17 +146,16 @@ class BatchRun:
             LeaseLost: another process runs it.
             Exception: storage has failed.
         """
-        keeper = asyncio.create_task(self._keep())
-        work = asyncio.create_task(self._work())
+        tasks = [asyncio.create_task(each) for each in (self._beat(), self._keep(), self._work())]
         try:
-            await asyncio.wait({keeper, work}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (keeper, work):
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
                 if task.done():
                     task.result()
         finally:
-            keeper.cancel()
-            work.cancel()
-            await asyncio.gather(keeper, work, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             if self._record.status not in ENDED:
                 await self._give_up()
 
@@ -166,26 +168,17 @@ class BatchRun:
             await self._store.put_lease(self._name, free)
 
     async def _work(self) -> None:
-        try:
-            (await self._in_thread(self._input)).close()
-        except FileNotFoundError:
-            reason = "the input file is gone; upload it and create the batch again"
-            self._record.errors = [LineError("input_file_gone", reason)]
-            await self._finish("failed")  # with the answers that there are
-            return
-        if not self._record.total and not await self._check():
-            return
         self._record.completed = self._record.failed = 0
         async for number, is_right, _ in self._kept():
             self._note(number, is_right=is_right)
         await self._see_end()
-        await self._answer_until_ended()
-        await self._write()
-        await self._finish(self._outcome)
-
-    async def _fail(self, errors: list[LineError]) -> None:
-        self._record.errors = errors
-        await self._end("failed")
+        needs_input = self._outcome in ("completed", "expired")
+        if needs_input and (errors := await self._errors()):
+            self._record.errors, self._outcome = errors, "failed"
+        elif needs_input:
+            await self._answer_until_ended()
+            await self._write()
+        await self._finish(self._outcome)  # with the answers that there are
 
     async def _end(self, outcome: Outcome) -> None:
         await self._hold()
@@ -193,35 +186,43 @@ class BatchRun:
         await self._tell()
         await self._store.clear(self._record.tenant, self._name)
 
-    async def _check(self) -> bool:
-        """Check the input; return whether it can be answered."""
+    async def _errors(self) -> list[LineError]:
+        """Check the input once; return why it cannot be answered."""
         limits, record = self._means.limits, self._record
 
         def check() -> tuple[int, list[LineError]]:
             with self._input() as file:
+                if record.total:
+                    return record.total, []
                 return check_lines(file, record.endpoint, limits.body_bytes, limits.body_values)
 
-        async with self._means.checks:
-            total, errors = await self._in_thread(check)
-        if errors:
-            await self._fail(errors)
-            return False
-        record.total = total
-        record.enter("in_progress")
-        await self._tell()
-        return True
+        try:
+            total, errors = await self._store.files.storage.long.run(record.tenant, check)
+        except FileNotFoundError:
+            reason = "the input file is gone; upload it and create the batch again"
+            return [LineError("input_file_gone", reason)]
+        if not errors and not record.total:
+            record.total = total
+            record.enter("in_progress")
+            await self._tell()
+        return errors
 
     def _input(self) -> BinaryIO:
         return self._store.files.open(self._record.tenant, self._record.input_file)
 
-    async def _keep(self) -> None:
-        """Say that this process is alive, write what is answered, and see whether to end."""
+    async def _beat(self) -> None:
+        """Say that this process is alive, however long writing answers takes."""
         while True:
             await asyncio.sleep(self._means.pace.beat_s)
             await self._hold()
             beaten = self._lease.model_copy(update={"beat": self._lease.beat + 1})
             await self._store.put_lease(self._name, beaten)
             self._lease = beaten
+
+    async def _keep(self) -> None:
+        """Write what is answered, and see whether to end."""
+        while True:
+            await asyncio.sleep(self._means.pace.beat_s)
             await self._write()
             counts = (self._record.completed, self._record.failed)
             if counts != self._told:
@@ -242,7 +243,7 @@ class BatchRun:
 
     async def _see_end(self) -> None:
         """End the answering of a batch that is cancelled or expired, or whose key is gone."""
-        cancelled_at = await self._store.cancelled_at(self._record.tenant, self._name)
+        cancelled_at = await self._store.cancelled_at(self._name)
         if cancelled_at is not None:
             self._record.times["cancelling"] = cancelled_at
             self._outcome = "cancelled"
@@ -276,36 +277,38 @@ class BatchRun:
 
     async def _answer_all(self) -> None:
         """Answer all lines that have no answer, some at a time."""
-        lines = asyncio.Queue[tuple[int, bytes] | None](self._means.num_slots)
+        least = _LINES_BYTES // self._means.num_slots  # so many that others only wait for them
         async with asyncio.TaskGroup() as group:
-            for _ in range(self._means.num_slots):
-                group.create_task(self._answer_some(lines))
-            async for line in self._unanswered():
-                await lines.put(line)
-            for _ in range(self._means.num_slots):
-                await lines.put(None)
+            async for number, content in self._unanswered():
+                size = max(len(content), least)
+                while self._line_bytes and self._line_bytes + size > _LINES_BYTES:
+                    self._has_room.clear()
+                    await self._has_room.wait()
+                self._line_bytes += size
+                group.create_task(self._answer_line(number, content, size))
 
     async def _unanswered(self) -> AsyncGenerator[tuple[int, bytes]]:
         file = await self._in_thread(self._input)
-        numbered = numbered_lines(file, self._means.limits.body_bytes)
+        lines = numbered_lines(file, self._means.limits.body_bytes)
         try:
-            while some := await self._in_thread(lambda: list(islice(numbered, _READ_LINES))):
+            while some := await self._in_thread(_some_of, lines):
                 for number, content in some:
                     if number not in self._done:
                         yield number, content
         finally:
             file.close()
 
-    async def _answer_some(self, lines: asyncio.Queue[tuple[int, bytes] | None]) -> None:
-        while (found := await lines.get()) is not None:
-            number, content = found
-            status, answer = await self._answer(content)
-            is_right = status == 200
-            self._part.append(b"%d %d %b\n" % (number, is_right, answer))
-            self._part_bytes += len(answer)
-            self._note(number, is_right=is_right)
-            if self._part_bytes > _PART_BYTES:
-                await self._write()
+    async def _answer_line(self, number: int, content: bytes, size: int) -> None:
+        """Answer a line, and give back its room of ``size`` bytes."""
+        status, answer = await self._answer(number, content)
+        is_right = status == 200
+        self._part.append(b"%d %d %b\n" % (number, is_right, answer))
+        self._part_bytes += len(answer)
+        self._note(number, is_right=is_right)
+        if self._part_bytes > _PART_BYTES:
+            await asyncio.shield(self._write())  # the end of the answering does not stop it
+        self._line_bytes -= size
+        self._has_room.set()
 
     def _note(self, number: int, *, is_right: bool) -> None:
         if number not in self._done:
@@ -313,50 +316,49 @@ class BatchRun:
             self._record.completed += is_right
             self._record.failed += not is_right
 
-    async def _answer(self, content: bytes) -> tuple[int, bytes]:
+    async def _answer(self, number: int, content: bytes) -> tuple[int, bytes]:
         """Return the status of a line's answer, and its line in the output."""
-        try:
-            line = await self._in_thread(self._parsed, content)
-        except LineProblem as problem:  # a request by the limits of another time
-            name = from_json(content)["custom_id"]
-            self._means.telemetry.count_batch_line(None, is_right=False)
-            return 400, unanswered_line(name, problem.code, str(problem))
-        response = await self._response(line)
-        model, is_right = response.extensions["model"], response.status_code == 200
-        self._means.telemetry.count_batch_line(model, is_right=is_right)
-        request_id = response.headers.get("x-request-id")
-        return response.status_code, answer_line(
-            line.custom_id, response.status_code, request_id, response.content
-        )
-
-    async def _response(self, line: Line) -> httpx.Response:
-        """Return the response to a line, sent again while the key or the server has no room."""
-        has_deadline = "deadline_ms" in line.body
+        name = ""
 
         async def post() -> httpx.Response:
-            caller = await self._caller()
-            if caller is None:
+            nonlocal name
+            while (caller := await self._caller()) is None:
                 await self._see_end()
-                await asyncio.Event().wait()  # until this is cancelled
-            assert caller is not None
-            body = request_body(line, caller.tiers)
-            async with self._gate, self._means.slots:
-                response = await self._means.requests.post(line.url, body, caller)
-            await self._gate.learn(is_refused=is_refused(response) and not has_deadline)
+                await asyncio.sleep(self._means.pace.beat_s)
+            async with self._gate:
+                parse = partial(self._request, content, caller.tiers)
+                # what it makes of a line is large, and gone before the next one is parsed
+                name, url, body = await self._means.texts.write(caller, len(content), parse)
+                async with self._means.slots:
+                    response = await self._means.requests.post(url, body, caller)
+            await self._gate.learn(is_refused=is_refused(response))
             return response
 
-        return await post_until_served(post, 0 if has_deadline else math.inf)
+        try:
+            response = await post_until_served(post)
+        except LineProblem as problem:  # a request by the limits of another time
+            name = await self._in_thread(custom_id_of, number, content)
+            self._means.telemetry.count_batch_line(None, is_right=False)
+            return 400, unanswered_line(name, problem.code, str(problem))
+        status, request_id = response.status_code, response.headers.get("x-request-id")
+        model = response.extensions["model"]
+        self._means.telemetry.count_batch_line(model, is_right=status == 200)
+        return status, answer_line(name, status, request_id, response.content)
+
+    def _request(self, content: bytes, tiers: Collection[str]) -> tuple[str, str, bytes]:
+        """Return custom_id, path and body of a line's request."""
+        limits = self._means.limits
+        line = parse_line(content, limits.body_bytes, limits.body_values)
+        return line.custom_id, line.url, request_body(line, tiers)
 
     async def _write(self) -> None:
         """Write the answers that are not written yet."""
         async with self._writing:
-            part, self._part, self._part_bytes = self._part, [], 0
-            try:
-                if part:
-                    await self._store.put_part(self._record.tenant, self._name, b"".join(part))
-            except BaseException:  # cancelled, mostly; what is there twice then counts once
-                self._part[:0] = part
-                raise
+            part = self._part.copy()
+            if part:
+                await self._store.put_part(self._record.tenant, self._name, b"".join(part))
+                del self._part[: len(part)]  # not before: a write may fail or be cancelled
+                self._part_bytes = sum(map(len, self._part))
 
     async def _kept(self) -> AsyncGenerator[tuple[int, bool, bytes]]:
         """Yield number and kind of each line's first answer, and its line in the output."""
@@ -404,11 +406,15 @@ class BatchRun:
         """Add an error for each line that has no answer, and count them as failed."""
         code, reason = "batch_expired", "the batch expired before this request had an answer"
         async for number, content in self._unanswered():
-            with suppress(LineProblem):  # it was a request by the limits of another time
-                line = self._parsed(content)
-                errors.write(unanswered_line(line.custom_id, code, reason) + b"\n")
+            name = await self._in_thread(custom_id_of, number, content)
+            errors.write(unanswered_line(name, code, reason) + b"\n")
             self._note(number, is_right=False)
 
-    def _parsed(self, content: bytes) -> Line:
-        limits = self._means.limits
-        return parse_line(content, limits.body_bytes, limits.body_values)
+
+def _some_of(lines: Iterator[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
+    """Return the next lines, and none at the end."""
+    some, left = list[tuple[int, bytes]](), _READ_BYTES
+    while left > 0 and len(some) < _READ_LINES and (line := next(lines, None)):
+        some.append(line)
+        left -= len(line[1])
+    return some

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -13,9 +12,11 @@ from mars_serve.http.batches.records import ENDED, BatchStore, Lease
 from mars_serve.http.batches.run import BatchRun, LeaseLost, Means
 from mars_serve.storage.objects import made_at
 
-_MOST_RUNS = 16
+_MOST_RUNS = 64
 _MOST_RUNS_OF_TENANT = 4
-"""Most batches that one process runs at once; further ones wait."""
+"""Most batches that one process runs at once, and as many that it ends; further ones wait."""
+_LOOKS = 10
+"""Looks of which one asks who runs batches that wait as far as is known, for the dashboard."""
 _CREATE_S = 60.0
 """Longest time in seconds that creating a batch takes."""
 _PAUSE_S = 10.0
@@ -36,6 +37,18 @@ class Unfinished:
     """Time in seconds since 1970 at which the oldest was created."""
 
 
+@dataclass(frozen=True)
+class _Run:
+    tenant: str
+    is_over: bool
+    """Whether it was cancelled or had expired before it was taken."""
+    task: asyncio.Task[None]
+
+
+def _is_over(lease: Lease, is_cancelled: bool) -> bool:
+    return is_cancelled or time.time() >= lease.expires_at
+
+
 @dataclass
 class BatchRunner:
     """Takes batches, and answers their lines as requests of the application's own clients.
@@ -49,8 +62,9 @@ class BatchRunner:
     unfinished: Unfinished = field(default_factory=Unfinished)
     """Batches that had not ended at the latest look."""
     _owner: str = field(default_factory=lambda: secrets.token_hex(8))
-    _runs: dict[str, tuple[str, asyncio.Task[None]]] = field(default_factory=dict)
-    """Tenant and task of each batch that runs here, by id."""
+    _runs: dict[str, _Run] = field(default_factory=dict)
+    """Batches that run or end here, by id."""
+    _num_looks: int = 0
     _seen: dict[str, tuple[Lease, float]] = field(default_factory=dict)
     """Others' leases, each with the time at which it was first seen so, by this process's clock."""
 
@@ -61,7 +75,7 @@ class BatchRunner:
         try:
             yield
         finally:
-            tasks += [task for _, task in self._runs.values()]
+            tasks += [run.task for run in self._runs.values()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -69,18 +83,37 @@ class BatchRunner:
     async def _look(self) -> None:
         while True:
             try:
-                leases = await self.store.leases()
-                num_running = sum(bool(each.owner) for each in leases.values())
-                oldest_s = min(map(made_at, leases), default=None)
-                self.unfinished = Unfinished(num_running, len(leases) - num_running, oldest_s)
-                self._seen = {name: self._seen[name] for name in self._seen.keys() & leases}
-                for name, lease in leases.items():
-                    if name not in self._runs and self._is_free(name, lease):
-                        self._start(name, lease)
+                await self._take()
             except Exception:  # storage fails in many ways, and may be back later
                 _log.exception("batches cannot be looked up; trying again")
                 await asyncio.sleep(_PAUSE_S)
             await asyncio.sleep(self.means.pace.look_s)
+
+    async def _take(self) -> None:
+        """Take the batches that nobody runs, as far as there is room for them."""
+        cancelled = await self.store.cancelled()
+        names = await self.store.unfinished()
+        await self.store.forget_cancels(cancelled.difference(names))
+        self._seen = {name: self._seen[name] for name in self._seen.keys() & names}
+        self._num_looks += 1
+        asks_all = self._num_looks % _LOOKS == 0
+
+        def is_asked(name: str) -> bool:
+            lease, _ = self._seen.get(name, (None, 0.0))
+            if lease is None or lease.owner or asks_all:  # what others run may be free by now
+                return True
+            return self._has_room(lease, name in cancelled)
+
+        asked = [name for name in names if name not in self._runs and is_asked(name)]
+        for name, lease in (await self.store.leases(asked)).items():
+            is_cancelled = name in cancelled
+            if self._is_free(name, lease) and self._has_room(lease, is_cancelled):
+                task = asyncio.create_task(self._run(name, lease))
+                self._runs[name] = _Run(lease.tenant, _is_over(lease, is_cancelled), task)
+        owned = {name for name, (lease, _) in self._seen.items() if lease.owner}
+        num_running = len((owned | self._runs.keys()).intersection(names))
+        oldest_s = min(map(made_at, names), default=None)
+        self.unfinished = Unfinished(num_running, len(names) - num_running, oldest_s)
 
     async def _sweep(self) -> None:
         while True:
@@ -89,20 +122,20 @@ class BatchRunner:
             await asyncio.sleep(_SWEEP_S)
 
     def _is_free(self, name: str, lease: Lease) -> bool:
-        """Return whether nobody runs a batch, as far as can be seen, and there is room for it."""
+        """Return whether nobody runs a batch, as far as can be seen."""
         now_s = time.monotonic()
         known, since_s = self._seen.get(name, (None, now_s))
         if known != lease:
             self._seen[name] = (lease, now_s)
             since_s = now_s
-        if lease.owner and now_s - since_s < self.means.pace.lease_s:
-            return False
-        of_tenant = Counter(tenant for tenant, _ in self._runs.values())[lease.tenant]
-        return len(self._runs) < _MOST_RUNS and of_tenant < _MOST_RUNS_OF_TENANT
+        return not lease.owner or now_s - since_s >= self.means.pace.lease_s
 
-    def _start(self, name: str, lease: Lease) -> None:
-        task = asyncio.create_task(self._run(name, lease))
-        self._runs[name] = (lease.tenant, task)
+    def _has_room(self, lease: Lease, is_cancelled: bool) -> bool:
+        """Return whether a batch may run here, or end here if it need not be answered."""
+        is_over = _is_over(lease, is_cancelled)
+        tenants = [run.tenant for run in self._runs.values() if run.is_over == is_over]
+        num_own = tenants.count(lease.tenant)
+        return num_own < _MOST_RUNS_OF_TENANT and len(tenants) + num_own < _MOST_RUNS
 
     async def _run(self, name: str, lease: Lease) -> None:
         """Take a batch, and run it if nobody else took it at the same time."""

@@ -168,7 +168,7 @@ def batches_router(batches: BatchStore | None) -> APIRouter:
         if record.status in ENDED:
             reason = f"the batch has ended ({record.status}), so that it cannot be cancelled"
             raise ApiError(400, reason, code="batch_ended")
-        await store.cancel(record.tenant, name)
+        await store.cancel(name)
         return await _shown(store, name, record)
 
     return router
@@ -206,7 +206,7 @@ def _expires_at(window: str, input_expires_at: int) -> int:
 async def _shown(store: BatchStore, name: str, record: BatchRecord) -> BatchObject:
     """Return a batch as clients see it: a wish to cancel it counts before it is heard."""
     if record.status not in ENDED:
-        cancelled_at = await store.cancelled_at(record.tenant, name)
+        cancelled_at = await store.cancelled_at(name)
         if cancelled_at is not None:
             record.status = "cancelling"
             record.times["cancelling"] = cancelled_at

@@ -6,8 +6,9 @@ Source: OpenAI API reference, "Files".
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -32,6 +33,8 @@ _UPLOAD_WAITS = 10
 """Time for an upload, in times for a usual body."""
 _UPLOADS_OF_KEY = 4
 """Most uploads of a key at once; each lies on this machine's disk until it is whole."""
+_UPLOADED_FILES = 16
+"""Largest files for which there is room on this machine's disk until they are whole."""
 _FORM = {
     "requestBody": {
         "required": True,
@@ -86,14 +89,15 @@ class FileDeleted(Shape):
 def files_router(files: FileStore | None, limits: LimitSettings) -> APIRouter:
     """Return the router of the endpoints of files, which refuse all without a storage."""
     router = APIRouter(responses=errors_described())
-    uploads = _Uploads()
+    most = files.storage.settings.file_bytes + _FORM_BYTES if files else 0
+    uploads = _Uploads(_UPLOADED_FILES * most)
 
     @router.post(UPLOADS, openapi_extra=_FORM)
     async def create_file(request: Request) -> FileObject:
         """Keep a file, sent as a form with its ``purpose``."""
         tenant, store = request.state.caller.tenant, _there(files)
-        with uploads.one(tenant):
-            return await _receive(request, store, tenant, limits)
+        with uploads.one(tenant) as add:
+            return await _receive(request, store, tenant, limits, add)
 
     @router.get(UPLOADS)
     async def list_files(
@@ -152,12 +156,19 @@ def _has(found: dict[str, FileRecord], name: str, purpose: str | None) -> bool:
 class _Uploads:
     """The uploads that run, by tenant."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: int) -> None:
+        self._room = room
         self._running = Counter[str]()
+        self._taken = Counter[str]()
+        """Bytes that have arrived."""
 
     @contextmanager
-    def one(self, tenant: str) -> Iterator[None]:
-        """Count an upload within the block; raise `ApiError` 429 if there are too many."""
+    def one(self, tenant: str) -> Iterator[Callable[[int], None]]:
+        """Count an upload within the block; raise `ApiError` 429 if there are too many.
+
+        It yields what counts bytes that arrive, and raises `ApiError` 503 if there is no room for
+        them: a tenant may take as many as are free.
+        """
         if self._running[tenant] >= _UPLOADS_OF_KEY:
             raise ApiError(
                 429,
@@ -165,11 +176,22 @@ class _Uploads:
                 code="rate_limit_exceeded",
                 retry_after_s=1,
             )
+        num_bytes = 0
+
+        def add(num: int) -> None:
+            nonlocal num_bytes
+            num_bytes += num
+            self._taken[tenant] += num
+            if self._taken.total() + self._taken[tenant] > self._room:
+                reason = "too many uploads arrive at once; try again shortly"
+                raise ApiError(503, f"file: {reason}", code="busy", retry_after_s=1)
+
         self._running[tenant] += 1
         try:
-            yield
+            yield add
         finally:
             self._running -= Counter([tenant])  # also forgets those without any
+            self._taken -= Counter({tenant: num_bytes})
 
 
 async def find_file(files: FileStore, tenant: str, file_id: str) -> tuple[str, FileRecord]:
@@ -207,19 +229,24 @@ def _object(files: FileStore, name: str, record: FileRecord) -> FileObject:
 
 
 async def _pieces(files: FileStore, tenant: str, name: str) -> AsyncGenerator[bytes]:
-    with await files.storage.in_thread(files.open, tenant, name) as file:
-        while piece := await files.storage.in_thread(file.read, _PIECE_BYTES):
+    in_thread = partial(files.storage.short.run, tenant)
+    with await in_thread(files.open, tenant, name) as file:
+        while piece := await in_thread(file.read, _PIECE_BYTES):
             yield piece
 
 
 async def _receive(
-    request: Request, files: FileStore, tenant: str, limits: LimitSettings
+    request: Request,
+    files: FileStore,
+    tenant: str,
+    limits: LimitSettings,
+    add: Callable[[int], None],
 ) -> FileObject:
-    """Keep the file of a form."""
+    """Keep the file of a form; ``add`` counts its bytes."""
     most = files.storage.settings.file_bytes
     _check_headers(request.headers, most + _FORM_BYTES)
     wait_s = _UPLOAD_WAITS * limits.body_wait_s
-    form_request = Request(request.scope, _Counted(request, most + _FORM_BYTES).receive)
+    form_request = Request(request.scope, _Counted(request, most + _FORM_BYTES, add).receive)
     try:
         async with asyncio.timeout(wait_s):
             form = await form_request.form(max_files=1, max_fields=8, max_part_size=_FORM_BYTES)
@@ -272,8 +299,9 @@ def _check_form(form: dict[str, Any]) -> None:
 class _Counted:
     """The messages of a request, up to a number of bytes."""
 
-    def __init__(self, request: Request, most: int) -> None:
+    def __init__(self, request: Request, most: int, add: Callable[[int], None]) -> None:
         self._receive = request.receive
+        self._add = add
         self._most = most
         self._left = most
 
@@ -282,7 +310,9 @@ class _Counted:
         message = await self._receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
-        self._left -= len(message.get("body", b""))
+        num_bytes = len(message.get("body", b""))
+        self._left -= num_bytes
         if self._left < 0:
             raise _too_large(self._most)
+        self._add(num_bytes)
         return message

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import openai
@@ -17,11 +18,13 @@ from starlette.types import ASGIApp
 
 from mars_serve.config.served import ServedModel
 from mars_serve.config.settings import KeySettings, LimitSettings, StorageSettings
+from mars_serve.http.batches import records, run, runner
 from mars_serve.http.batches.records import ENDED, Lease
 from mars_serve.http.batches.run import Pace
+from mars_serve.http.endpoints import files
 from mars_serve.http.in_process import OwnRequests
 from mars_serve.storage.objects import new_id
-from rest.api_keys import key_entry
+from rest.api_keys import bearer, key_entry
 from rest.rest_server import app_of, client_of
 
 CHAT = "/v1/chat/completions"
@@ -194,7 +197,7 @@ async def test_a_batch_that_another_ingress_has_taken_is_left_to_it(make_app):
         while not (await client.batches.retrieve(batch.id)).request_counts.completed:
             await asyncio.sleep(0.01)
         store, name = app.state.batches.store, batch.id.removeprefix("batch_")
-        foreign = Lease(tenant="", owner="another", beat=7)
+        foreign = Lease(tenant="", expires_at=batch.expires_at, owner="another", beat=7)
         await store.put_lease(name, foreign)
         num_before = -1
         while num_before != (num := len(await store.parts("", name))):
@@ -299,15 +302,16 @@ async def test_keys_see_their_own_alone_and_removed_ones_end_their_batches(make_
         ):  # fmt: skip
             with pytest.raises(openai.NotFoundError):
                 await refused
-        await created(a, jsonl(line("y")))
+        second = await created(a, jsonl(line("y")))
         with pytest.raises(openai.RateLimitError, match="2 objects") as full:
             await created(a, jsonl(line("z")))
         assert full.value.body["code"] == "storage_full"
-        async with running(make_app(keys=({"key": "b"},))):
-            ended = await until_ended(a, batch.id)
-        (error,) = ended.errors.data
-        assert ended.status == "failed"
-        assert error.code == "invalid_api_key"
+        moved = make_app(keys=({"key": "a", "tenant": "others"}, {"key": "b"}))
+        for other, name in ((moved, second.id), (make_app(keys=({"key": "b"},)), batch.id)):
+            async with running(other):
+                ended = await until_ended(a, name)
+            assert (ended.status, ended.errors.data[0].code) == ("failed", "invalid_api_key")
+            assert (ended.output_file_id, ended.request_counts.completed) == (None, 0)
         assert (await a.files.delete(file_id)).deleted
         with pytest.raises(openai.NotFoundError):
             await a.files.content(file_id)
@@ -392,3 +396,233 @@ async def test_bodies_of_batches_are_checked(make_app):
         ):  # fmt: skip
             message = await client.refusal("/v1/batches", {**body, field: value}, 400, field)
             assert value != "30d" or re.search("give 431[89][0-9]m or less, or upload", message)
+
+
+class Door:
+    """An application whose requests wait until it opens, beside a count of those inside."""
+
+    def __init__(self, app: FastAPI) -> None:
+        self.num_inside = self.most_inside = 0
+        self.is_open = asyncio.Event()
+        self._app = app
+        means = app.state.batches.means
+        app.state.batches.means = replace(means, requests=OwnRequests(self))
+
+    async def __call__(self, *call: Any) -> None:
+        self.num_inside += 1
+        self.most_inside = max(self.most_inside, self.num_inside)
+        await self.is_open.wait()
+        await self._app(*call)
+        self.num_inside -= 1
+
+
+async def some_answered(client: openai.AsyncOpenAI, batch_id: str) -> None:
+    while not (await client.batches.retrieve(batch_id)).request_counts.completed:
+        await asyncio.sleep(0.01)
+
+
+def name_of(batch: Any) -> str:
+    return batch.id.removeprefix("batch_")
+
+
+async def test_lines_wait_in_the_file_while_others_take_their_room(make_app, monkeypatch):
+    app = make_app()
+    lines = [line(str(number), max_tokens=1) for number in range(9)]
+    size = len(jsonl(lines[0]))
+    monkeypatch.setattr(run, "_LINES_BYTES", 2 * size + size // 2)
+    monkeypatch.setattr(run, "_READ_BYTES", size)
+    door = Door(app)
+    lines.append(line("long", max_tokens=1, user="x" * 3 * size))
+    async with running(app), official_of(app) as client:
+        batch = await created(client, jsonl(*lines))
+        while door.num_inside < 2:
+            await asyncio.sleep(0.01)
+        door.is_open.set()
+        batch = await until_ended(client, batch.id)
+    assert (batch.request_counts.completed, door.most_inside) == (10, 2)
+
+
+async def test_a_tenant_may_have_so_many_batches_that_have_not_ended(make_app, monkeypatch):
+    monkeypatch.setattr(records, "_MOST_UNFINISHED", 2)
+    app = make_app(keys=({"key": "a"}, {"key": "b"}))
+    async with official_of(app, "a") as a, official_of(app, "b") as b:
+        batch = await created(a, jsonl(line("x")))
+        batches = [created_from(a, batch.input_file_id) for _ in range(5)]
+        found = await asyncio.gather(*batches, return_exceptions=True)
+        refused = [each for each in found if isinstance(each, openai.RateLimitError)]
+        assert len(refused) >= 4
+        assert {each.body["code"] for each in refused} == {"too_many_batches"}
+        assert "have not ended, and 2 may; wait for some to end, or cancel" in str(refused[0])
+        await created(b, jsonl(line("x")))
+        async with running(app):
+            for each in (batch, *(each for each in found if each not in refused)):
+                await until_ended(a, each.id)
+        await created_from(a, batch.input_file_id)
+
+
+async def test_batches_that_wait_for_others_end_when_they_are_cancelled_or_expire(
+    make_app, monkeypatch
+):
+    monkeypatch.setattr(runner, "_MOST_RUNS_OF_TENANT", 1)
+    app = make_app()
+    store, door = app.state.batches.store, Door(app)
+    async with running(app), official_of(app) as client:
+        first = await created(client, jsonl(line("x")))
+        while not door.num_inside:
+            await asyncio.sleep(0.01)
+        cancelled, expired, waiting = [
+            await created(client, jsonl(line(each))) for each in ("cancelled", "expired", "waits")
+        ]
+        await client.batches.cancel(cancelled.id)
+        assert (await until_ended(client, cancelled.id)).status == "cancelled"
+        record = (await store.find_all("", [name_of(expired)]))[name_of(expired)]
+        await store.update(name_of(expired), record.model_copy(update={"expires_at": 1}))
+        await store.put_lease(name_of(expired), Lease(tenant="", expires_at=1))
+        runner_leases = await store.leases([name_of(waiting)])
+        app.state.batches._seen.clear()  # as by another process, which has not read it yet
+        assert (await until_ended(client, expired.id)).status == "expired"
+        assert (await client.batches.retrieve(waiting.id)).status == "validating"
+        assert await store.leases([name_of(waiting)]) == runner_leases
+        door.is_open.set()
+        for each in (first, waiting):
+            assert (await until_ended(client, each.id)).status == "completed"
+        assert await store.cancelled() == set()
+
+
+async def test_answers_outlive_their_input(make_app):
+    app = make_app(batch_concurrency=1)
+    async with official_of(app) as client:
+        batch = await created(client, jsonl(*(line(str(each), max_tokens=1) for each in range(40))))
+        async with running(app):
+            await some_answered(client, batch.id)
+        await client.files.delete(batch.input_file_id)
+        async with running(make_app()):
+            batch = await until_ended(client, batch.id)
+        assert (batch.status, batch.errors.data[0].code) == ("failed", "input_file_gone")
+        output = await contents(client, batch.output_file_id)
+        assert 0 < len(output) == batch.request_counts.completed < 40
+
+
+@pytest.mark.parametrize("is_expired", [False, True])
+async def test_lines_beyond_limits_that_were_lowered_are_errors(make_app, is_expired):
+    app = make_app(batch_concurrency=1)
+    long = [line(each, max_tokens=1, user="x" * 1500) for each in ("long", "cut")]
+    lines = [*(line(str(each), max_tokens=1) for each in range(20)), long[0]]
+    lines.append(dict(reversed(long[1].items())))  # its custom_id comes last
+    async with official_of(app) as client:
+        batch = await created(client, jsonl(*lines))
+        async with running(app):
+            await some_answered(client, batch.id)
+        store, name = app.state.batches.store, name_of(batch)
+        if is_expired:
+            record = (await store.find_all("", [name]))[name]
+            await store.update(name, record.model_copy(update={"expires_at": 1}))
+        async with running(make_app(limits={"body_bytes": 1024})):
+            batch = await until_ended(client, batch.id)
+        assert batch.status == ("expired" if is_expired else "completed")
+        errors = await contents(client, batch.error_file_id)
+        codes = {each["custom_id"]: each["error"]["code"] for each in errors}
+        code = "batch_expired" if is_expired else "body_too_large"
+        assert (codes["long"], codes["line 22"]) == (code, code)
+        assert len(errors) == batch.request_counts.failed
+
+
+@pytest.fixture
+def slow_put(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[asyncio.Task[None]]]:
+    """Let a storage write late what begins with a kind and has a text, as a thread of it might."""
+
+    def make(app: FastAPI, kind: str, text: bytes = b"") -> list[asyncio.Task[None]]:
+        storage, writes = app.state.batches.store.files.storage, list[asyncio.Task[None]]()
+        put = storage.put
+
+        async def late(*put_arguments: Any, **others: Any) -> None:
+            await asyncio.sleep(0.3)
+            await put(*put_arguments, **others)
+
+        async def maybe_late(*arguments: Any, **others: Any) -> None:
+            if arguments[1].startswith(kind) and text in arguments[3]:
+                writes.append(asyncio.create_task(late(*arguments, **others)))
+                await asyncio.shield(writes[-1])  # nothing stops a thread
+            else:
+                await put(*arguments, **others)
+
+        monkeypatch.setattr(storage, "put", maybe_late)
+        return writes
+
+    return make
+
+
+async def test_a_record_that_is_written_late_does_not_undo_the_end(make_app, slow_put):
+    app = make_app(batch_concurrency=1)
+    async with running(app), official_of(app) as client:
+        batch = await created(client, jsonl(*map(line, "abcdefgh")))
+        while (await client.batches.retrieve(batch.id)).status != "in_progress":
+            await asyncio.sleep(0.01)
+        writes = slow_put(app, "batches", b'"status":"in_progress"')
+        await until_ended(client, batch.id)
+        assert writes
+        await asyncio.gather(*writes)
+        assert (await client.batches.retrieve(batch.id)).status == "completed"
+
+
+async def test_answers_that_are_being_written_at_the_end_are_kept_once(
+    make_app, slow_put, monkeypatch
+):
+    monkeypatch.setattr(run, "_PART_BYTES", 1)
+    app = make_app(batch_concurrency=4)
+    writes = slow_put(app, "batch_parts")
+    async with running(app), official_of(app) as client:
+        batch = await created(client, jsonl(*(line(str(each), max_tokens=1) for each in range(40))))
+        while not writes:
+            await asyncio.sleep(0.01)
+        await client.batches.cancel(batch.id)
+        batch = await until_ended(client, batch.id)
+        await asyncio.gather(*writes)
+        output = await contents(client, batch.output_file_id)
+        assert 0 < len(output) == batch.request_counts.completed < 40
+        assert await app.state.batches.store.parts("", name_of(batch)) == []
+
+
+async def test_a_batch_lives_while_its_check_waits_for_other_keys_files(make_app):
+    app = make_app()
+    store, is_free = app.state.batches.store, Event()
+    long = store.files.storage.long
+    async with official_of(app) as client, running(app):
+        file = await client.files.create(file=("f", jsonl(line("x"))), purpose="batch")
+        others = [asyncio.create_task(long.run(str(each), is_free.wait)) for each in range(4)]
+        batch = await created_from(client, file.id)
+        while (await store.lease(name_of(batch))).beat < 4:
+            await asyncio.sleep(0.01)
+        assert (await client.batches.retrieve(batch.id)).status == "validating"
+        is_free.set()
+        assert (await until_ended(client, batch.id)).status == "completed"
+        assert all(await asyncio.gather(*others))
+
+
+async def test_uploads_of_all_keys_share_the_room_on_the_disk(make_app, monkeypatch):
+    monkeypatch.setattr(files, "_UPLOADED_FILES", 1)
+    app = make_app(keys=({"key": "a"}, {"key": "b"}), file_bytes=60_000)
+    may_end = asyncio.Event()
+
+    async def slow() -> Any:
+        yield b"--x\r\ncontent-disposition: form-data; name=file; filename=f\r\n\r\n" + bytes(
+            58_000
+        )
+        await may_end.wait()
+        yield b'\r\n--x\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x--\r\n'
+
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    async with client_of(app, headers=bearer("a")) as a, official_of(app, "b") as b:
+        upload = asyncio.create_task(a.post("/v1/files", content=slow(), headers=headers))
+        content = jsonl(line("x", user="x" * 58_000))
+
+        async def until_refused() -> None:
+            while True:  # until the other's has begun
+                await b.files.create(file=("f", content), purpose="batch")
+
+        with pytest.raises(openai.InternalServerError, match="too many uploads") as full:
+            await until_refused()
+        assert (full.value.status_code, full.value.body["code"]) == (503, "busy")
+        may_end.set()
+        assert (await upload).status_code == 200
+        await b.files.create(file=("f", content), purpose="batch")
