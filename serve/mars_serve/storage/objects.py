@@ -144,7 +144,7 @@ class ObjectStorage:
         return (await self.get_all(tenant, kind, [name])).get(name)
 
     async def get_all(self, tenant: str, kind: str, ids: Iterable[str]) -> dict[str, bytes]:
-        """Return the contents of some objects by their ids; those that do not exist are missing."""
+        """Return the contents of some objects by their ids, in order; others are missing."""
         return await self.short.run(tenant, self._get, tenant, kind, ids)
 
     def open(self, tenant: str, kind: str, name: str) -> BinaryIO:
@@ -231,12 +231,13 @@ class ObjectStorage:
         now_s = time.monotonic()
         usage = self._usage.get(tenant)
         if usage is None or now_s - usage.counted_s > _COUNT_S:
-            usage = self._usage[tenant] = _Usage(now_s)
+            usage = _Usage(now_s)
             directory = self._directory(tenant)
             for path, info in self._found(directory).items():
                 kind = path[len(directory) + 1 :].rpartition("/")[0]
                 usage.num_bytes[kind] += info["size"] or 0
                 usage.num_objects[kind] += 1
+            self._usage[tenant] = usage  # not before: others would find room meanwhile
         return usage
 
     def _make_room(

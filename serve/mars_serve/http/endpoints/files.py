@@ -110,10 +110,12 @@ def files_router(files: FileStore | None, limits: LimitSettings) -> APIRouter:
         """List files, the newest first unless ``order`` says else."""
         store, tenant = _there(files), request.state.caller.tenant
         names = (await store.names(tenant))[:: 1 if order == "asc" else -1]
-        found = await store.find_all(tenant, names)
-        chosen = [name for name in names if _has(found, name, purpose)]
-        page, has_more = page_of(chosen, after and _name_of(after), limit)
-        data = [_object(store, name, found[name]) for name in page]
+        if purpose is not None:
+            all_found = await store.find_all(tenant, names)
+            names = [name for name, record in all_found.items() if record.purpose == purpose]
+        page, has_more = page_of(names, after and _name_of(after), limit)
+        found = await store.find_all(tenant, page)
+        data = [_object(store, name, record) for name, record in found.items()]
         ends = (data[0].id, data[-1].id) if data else (None, None)
         return FileList(data=data, first_id=ends[0], last_id=ends[1], has_more=has_more)
 
@@ -147,10 +149,6 @@ def _there(files: FileStore | None) -> FileStore:
     if files is None:
         raise no_storage("files")
     return files
-
-
-def _has(found: dict[str, FileRecord], name: str, purpose: str | None) -> bool:
-    return name in found and purpose in (None, found[name].purpose)
 
 
 class _Uploads:

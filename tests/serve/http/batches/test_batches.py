@@ -531,12 +531,14 @@ async def test_lines_beyond_limits_that_were_lowered_are_errors(make_app, is_exp
 def slow_put(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[asyncio.Task[None]]]:
     """Let a storage write late what begins with a kind and has a text, as a thread of it might."""
 
-    def make(app: FastAPI, kind: str, text: bytes = b"") -> list[asyncio.Task[None]]:
+    def make(
+        app: FastAPI, kind: str, delay_s: float, text: bytes = b""
+    ) -> list[asyncio.Task[None]]:
         storage, writes = app.state.batches.store.files.storage, list[asyncio.Task[None]]()
         put = storage.put
 
         async def late(*put_arguments: Any, **others: Any) -> None:
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(delay_s)
             await put(*put_arguments, **others)
 
         async def maybe_late(*arguments: Any, **others: Any) -> None:
@@ -558,7 +560,7 @@ async def test_a_record_that_is_written_late_does_not_undo_the_end(make_app, slo
         batch = await created(client, jsonl(*map(line, "abcdefgh")))
         while (await client.batches.retrieve(batch.id)).status != "in_progress":
             await asyncio.sleep(0.01)
-        writes = slow_put(app, "batches", b'"status":"in_progress"')
+        writes = slow_put(app, "batches", 0.3, b'"status":"in_progress"')
         await until_ended(client, batch.id)
         assert writes
         await asyncio.gather(*writes)
@@ -570,7 +572,7 @@ async def test_answers_that_are_being_written_at_the_end_are_kept_once(
 ):
     monkeypatch.setattr(run, "_PART_BYTES", 1)
     app = make_app(batch_concurrency=4)
-    writes = slow_put(app, "batch_parts")
+    writes = slow_put(app, "batch_parts", 0.1)
     async with running(app), official_of(app) as client:
         batch = await created(client, jsonl(*(line(str(each), max_tokens=1) for each in range(40))))
         while not writes:
