@@ -16,7 +16,7 @@ bench = typer.Typer(rich_markup_mode=None)
 
 @bench.callback(invoke_without_command=True)
 def _bench(context: typer.Context) -> None:
-    """Benchmark decoding, a server under load, or servers beside one another."""
+    """Benchmark decoding, a server under load, or several servers."""
     show_help_without_command(context)
 
 
