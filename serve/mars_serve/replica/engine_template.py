@@ -183,7 +183,8 @@ def _connect(connection: socket.socket, directory: Path, path: str, keeper: int)
         handed = [listener.fileno(), os.pidfd_open(keeper)]
         stack.callback(os.close, handed[1])
         command = [sys.executable, "-m", "mars_serve.replica.engine_template", *map(str, handed)]
-        environment = python_environment()
+        # a library with threads of its own would wait for them in a fork; torch is told its number
+        environment = {**python_environment(), "OMP_NUM_THREADS": "1"}
         subprocess.run(  # noqa: S603 - runs this interpreter with fixed arguments
             command, env=environment, pass_fds=handed, stdin=subprocess.DEVNULL, check=False
         )

@@ -105,6 +105,7 @@ def test_engines_of_a_node_share_their_memory_and_what_was_measured(loop, mars_d
     before, second = process_of(loop), forked(mars_dir)
     after = process_of(second)
     assert before.parent() == after.parent() != psutil.Process()
+    assert before.parent().environ()["OMP_NUM_THREADS"] == "1"
     files = Path(f"/proc/{before.ppid()}/fdinfo").iterdir()
     assert any(f"Pid:\t{os.getpid()}\n" in file.read_text("utf-8") for file in files)  # its keeper
     assert second.step_times == loop.step_times  # to the last bit: nothing is timed again
