@@ -592,11 +592,13 @@ async def test_a_batch_lives_while_its_check_waits_for_other_keys_files(make_app
     async with official_of(app) as client, running(app):
         file = await client.files.create(file=("f", jsonl(line("x"))), purpose="batch")
         others = [asyncio.create_task(long.run(str(each), is_free.wait)) for each in range(4)]
-        batch = await created_from(client, file.id)
-        while (await store.lease(name_of(batch))).beat < 4:
-            await asyncio.sleep(0.01)
-        assert (await client.batches.retrieve(batch.id)).status == "validating"
-        is_free.set()
+        try:
+            batch = await created_from(client, file.id)
+            while (await store.lease(name_of(batch))).beat < 4:
+                await asyncio.sleep(0.01)
+            assert (await client.batches.retrieve(batch.id)).status == "validating"
+        finally:
+            is_free.set()  # Python's end would wait for the threads
         assert (await until_ended(client, batch.id)).status == "completed"
         assert all(await asyncio.gather(*others))
 
