@@ -30,6 +30,8 @@ _Ints = NDArray[np.int64]
 
 _CHOOSING_SHARE = 0.02
 """Largest share of a step's time spent on choosing; a choice is kept for several short steps."""
+_IDLE_SHARE = 0.0025
+"""The same while no masks are fed, since choosing gains nothing then."""
 _CHOOSING_S = 200e-6
 """Seconds that choosing is taken to last before the first choice."""
 _CHOOSING_WEIGHT, _MAX_CHOOSING = 0.1, 4.0
@@ -44,6 +46,8 @@ _LEAST_GAIN = 0.01
 _SHORT_PROMPT = 32
 """Change of the prompt positions in a step up to which a choice is kept: choosing anew would cost
 more than it gains. The limit is at least the number of masks of all rows."""
+_FEWER_ROWS = 0.75
+"""Share of the rows at the last choice below which masks may pay that did not."""
 _MARGIN = 0.03
 """Tokens per step that a row's masks must be expected to gain beyond their cost."""
 
@@ -84,11 +88,12 @@ class WindowChooser:
         self._acceptance = AcceptanceStatistics(max_window)
         self._kept: dict[str, int] = {}  # last choice by request, for rows of one outcome
         self._usual = 0  # for rows that were not there at the last choice
+        self._feeds_masks = True
         self.least_gain = float("inf")
         """Expected tokens that a position of a row that checks drafts must gain to be fed."""
         self._optimistic = DraftChances.of([PRIOR] * max_window)
         self._chances: dict[str, DraftChances] = {}  # by request, for rows that check drafts
-        self._interval = self._num_kept = self._other_positions = 0
+        self._interval = self._num_kept = self._other_positions = self._num_rows = 0
 
     def observe(self, request: Request, num_masks: int, num_accepted: int) -> None:
         """Record the outcome of a row's step.
@@ -134,12 +139,14 @@ class WindowChooser:
         self._num_kept += 1
         change = abs(other_positions - self._other_positions)
         is_other_step = change > max(_SHORT_PROMPT, len(rows) * self._max_window)
+        is_other_step |= len(rows) < _FEWER_ROWS * self._num_rows
         if self._num_kept > self._interval or is_other_step:
             if cached_tokens is None:
                 cached_tokens = sum(request.num_cached for request in rows)
             begin_s = self._clock()
             step_s = self._renew(rows, other_positions, cached_tokens)
             self._keep_for(step_s, self._clock() - begin_s)
+            self._num_rows = len(rows)
         return [self._masks(request) for request in rows]
 
     def _masks(self, request: Request) -> tuple[int, ...]:
@@ -159,7 +166,8 @@ class WindowChooser:
         """Set for how many steps of ``step_s`` seconds a choice is kept that has just been made."""
         choosing_s = min(choosing_s, _MAX_CHOOSING * self._choosing_s)
         self._choosing_s += _CHOOSING_WEIGHT * (choosing_s - self._choosing_s)
-        interval = round(self._choosing_s / (_CHOOSING_SHARE * step_s))
+        share = _CHOOSING_SHARE if self._feeds_masks else _IDLE_SHARE
+        interval = round(self._choosing_s / (share * step_s))
         self._interval = min(max(1, interval), _MAX_INTERVAL)
 
     def _renew(self, rows: Sequence[Request], other_positions: int, cached_tokens: int) -> float:
@@ -171,6 +179,7 @@ class WindowChooser:
         )
         num_fed += other_positions
         windows = self._choose(rows, num_fed, cached_tokens)
+        self._feeds_masks = any(windows)
         self._kept = {request.id: window for request, window in zip(rows, windows, strict=True)}
         self._usual = round(sum(windows) / len(windows))
         self._num_kept, self._other_positions = 1, other_positions

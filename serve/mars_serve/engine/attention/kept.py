@@ -112,6 +112,9 @@ class KeptCopies:
                     staying[staying.index(None)] = last
                     moved.add(last)
             rectangle.owners = [owner for owner in staying if owner is not None]
+        # Without those that are empty, a request alone has the same places, and so the same bits.
+        self._num_left += sum(each.copies.numel() for each in self._rectangles if not each.owners)
+        self._rectangles = [each for each in self._rectangles if each.owners]
         return moved
 
     def _stays(self, row: BatchRow | None, rectangle: Rectangle) -> bool:
@@ -152,10 +155,6 @@ class KeptCopies:
         layers, parts, _, heads, _, head_dim = self._pages.shape
         size = layers, parts, num_places, heads, num_keys, head_dim
         needed = layers * parts * num_places * heads * num_keys * head_dim
-        if needed > self._num_left:
-            for each in self._rectangles:
-                self._num_left += 0 if each.owners else each.copies.numel()
-            self._rectangles = [each for each in self._rectangles if each.owners]
         if needed > self._num_left:
             return None
         self._num_left -= needed

@@ -59,7 +59,9 @@ def server(mars, loops, tmp_path_factory) -> Iterator[Any]:
     scaled = served("scaled", mars, ScaledBackend(loops["mars"]), autoscaling=AUTOSCALING)
     fixed = served("fixed", loops["plain"].engine.checkpoint, SingleEngineBackend(loops["plain"]))
     app = app_of(scaled, fixed, storage={"path": str(tmp_path_factory.mktemp("kept"))})
-    leased = app.state.batches.store.put_lease(new_id(), Lease(tenant="t", owner="other"))
+    leased = app.state.batches.store.put_lease(
+        new_id(), Lease(tenant="t", expires_at=2**40, owner="other")
+    )
     thread = threading.Thread(target=asyncio.run, args=[leased])
     thread.start()  # the browser's loop runs in this one
     thread.join()

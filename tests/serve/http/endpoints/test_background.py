@@ -21,7 +21,7 @@ from mars_serve.config.settings import KeySettings, StorageSettings
 from mars_serve.engine.ipc.client import EngineDied
 from mars_serve.http import stored_responses
 from mars_serve.http.stored_responses import StoredResponse
-from mars_serve.storage.objects import ObjectStorage, new_id
+from mars_serve.storage.objects import ObjectStorage, TenantThreads, new_id
 from rest.api_keys import bearer, key_entry
 from rest.asgi import scope_of
 from rest.replaying import ReplayingBackend
@@ -192,20 +192,27 @@ async def test_a_key_that_is_gone_or_a_deadline_ends_it(make_app):
     assert (await full.get(f"{PATH}/{name}")).json()["status"] == "in_progress"
 
 
-class Disturbed(ObjectStorage):
-    """A storage in which something else comes before one of its calls."""
+class DisturbedThreads(TenantThreads):
+    """Threads of a storage in which something else comes before one of the calls."""
 
-    def __init__(self, settings: StorageSettings) -> None:
-        super().__init__(settings)
+    def __init__(self) -> None:
+        super().__init__("storage", 32, 8)
         self.left = 10**6
         """Calls before it comes."""
         self.act: Callable[[], Awaitable[Any]]
 
-    async def in_thread(self, work: Callable[..., Any], *arguments: Any) -> Any:
+    async def run(self, tenant: str, work: Callable[..., Any], *arguments: Any) -> Any:
         self.left -= 1
         if self.left == 0:
             await self.act()
-        return await super().in_thread(work, *arguments)
+        return await super().run(tenant, work, *arguments)
+
+
+def disturbed_storage(path: Path) -> tuple[ObjectStorage, DisturbedThreads]:
+    """Return a storage in a directory, and its threads for short calls."""
+    storage = ObjectStorage(StorageSettings(path=str(path)))
+    storage.short = threads = DisturbedThreads()
+    return storage, threads
 
 
 @pytest.mark.parametrize("act", ["delete", "cancel"])
@@ -214,7 +221,7 @@ async def test_what_was_deleted_or_cancelled_stays_so_whenever_it_was(
     make_app, tmp_path, act, is_hanging
 ):
     backend = Hanging() if is_hanging else None
-    storage = Disturbed(StorageSettings(path=str(tmp_path / "kept")))
+    storage, threads = disturbed_storage(tmp_path / "kept")
     other, app = client_of(make_app(backend)), make_app(backend)
     app.state.responses.storage = storage
     tasks = app.state.responses._tasks
@@ -227,14 +234,14 @@ async def test_what_was_deleted_or_cancelled_stays_so_whenever_it_was(
             acts.append(asyncio.create_task(sent))
             await asyncio.wait(acts, timeout=0.03)  # a cancellation waits for the response to end
 
-        storage.act, storage.left = disturb, place
+        threads.act, threads.left = disturb, place
         async with asyncio.timeout(20):
             while tasks:
                 await asyncio.sleep(0.005)
             if not acts:  # it ended before
                 await disturb()
             (answer,) = await asyncio.gather(*acts)
-        storage.left = 10**6
+        threads.left = 10**6
         assert answer.status_code == 200, answer.text
         last = await other.get(path)
         if act == "delete":
@@ -251,7 +258,7 @@ async def test_one_that_ends_while_it_is_deleted_or_cancelled_leaves_no_mark(
     make_app, tmp_path, act
 ):
     app, other = make_app(backend := Hanging()), make_app()
-    storage = Disturbed(StorageSettings(path=str(tmp_path / "kept")))
+    storage, threads = disturbed_storage(tmp_path / "kept")
     other.state.responses.storage = storage
     client, tasks = client_of(other), app.state.responses._tasks
 
@@ -262,10 +269,10 @@ async def test_one_that_ends_while_it_is_deleted_or_cancelled_leaves_no_mark(
     for place in range(1, 7):
         backend.goes_on.clear()
         path = f"{PATH}/{await begun(client_of(app))}"
-        storage.act, storage.left = end, place
+        threads.act, threads.left = end, place
         sent = client.delete(path) if act == "delete" else client.post(f"{path}/cancel")
         assert (await sent).status_code == 200
-        storage.left = 10**6
+        threads.left = 10**6
         await end()
     assert kinds_in(tmp_path) == ({} if act == "delete" else {"responses": 6})
 
