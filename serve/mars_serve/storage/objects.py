@@ -301,7 +301,10 @@ class ObjectStorage:
             path = self._path(tenant, kind, name)
             size = self._size_of(path)
             if size is not None:
-                self._files.rm_file(path)
+                try:
+                    self._files.rm_file(path)
+                except FileNotFoundError:  # another process was quicker
+                    continue
                 usage.num_bytes[kind] -= size
                 usage.num_objects[kind] -= 1
                 num_deleted += 1
