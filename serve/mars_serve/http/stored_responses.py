@@ -110,7 +110,7 @@ class StoredResponse:
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a request asks for, behind the stored items that it goes on from."""
+    """A request's body, to be answered behind the stored items that it goes on from."""
 
     chat: ChatCompletionRequest
     items: bytes

@@ -42,7 +42,7 @@ class KeptRows:
     """Rows of a step that attend together, in the order of their places."""
 
     copies: Tensor
-    """Those of `Rectangle`."""
+    """Keys and values of all places of the rows' `Rectangle`, in every layer."""
     rows: list[BatchRow]
     fresh: list[int]
     """Places into which the cached tokens have yet to be copied from pages."""

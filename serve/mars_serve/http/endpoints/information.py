@@ -48,7 +48,7 @@ class Readiness(Shape):
 
     status: Literal["ready", "not_ready"]
     message: str | None = None
-    """What is waited for; null if all is ready."""
+    """Says which parts the server still waits for; null if all are ready."""
     models: dict[str, list[ReplicaState]] | None = None
     """Replicas of each model, for administrators only."""
 
