@@ -182,3 +182,12 @@ def test_a_storage_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
             ObjectStorage(StorageSettings(path=path))
     assert StorageSettings(path="kept").path == str(Path("kept").absolute())
     assert StorageSettings(path="s3://bucket/kept").path == "s3://bucket/kept"
+
+
+async def test_of_several_that_delete_an_object_at_once_one_has_deleted_it(tmp_path: Path) -> None:
+    storage = ObjectStorage(StorageSettings(path=str(tmp_path)))
+    for _ in range(30):
+        await storage.put("", "files", name := new_id(), b"content")
+        deleted = await asyncio.gather(*(storage.delete("", "files", name) for _ in range(8)))
+        assert deleted.count(True) == 1
+    assert await storage.has_room("", storage.settings.bytes_per_key, but_for="")

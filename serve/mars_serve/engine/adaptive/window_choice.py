@@ -88,12 +88,11 @@ class WindowChooser:
         self._acceptance = AcceptanceStatistics(max_window)
         self._kept: dict[str, int] = {}  # last choice by request, for rows of one outcome
         self._usual = 0  # for rows that were not there at the last choice
-        self._feeds_masks = True
         self.least_gain = float("inf")
         """Expected tokens that a position of a row that checks drafts must gain to be fed."""
         self._optimistic = DraftChances.of([PRIOR] * max_window)
         self._chances: dict[str, DraftChances] = {}  # by request, for rows that check drafts
-        self._interval = self._num_kept = self._other_positions = self._num_rows = 0
+        self._interval = self._num_kept = self._other_positions = 0
 
     def observe(self, request: Request, num_masks: int, num_accepted: int) -> None:
         """Record the outcome of a row's step.
@@ -139,14 +138,13 @@ class WindowChooser:
         self._num_kept += 1
         change = abs(other_positions - self._other_positions)
         is_other_step = change > max(_SHORT_PROMPT, len(rows) * self._max_window)
-        is_other_step |= len(rows) < _FEWER_ROWS * self._num_rows
+        is_other_step |= len(rows) < _FEWER_ROWS * len(self._kept)
         if self._num_kept > self._interval or is_other_step:
             if cached_tokens is None:
                 cached_tokens = sum(request.num_cached for request in rows)
             begin_s = self._clock()
             step_s = self._renew(rows, other_positions, cached_tokens)
             self._keep_for(step_s, self._clock() - begin_s)
-            self._num_rows = len(rows)
         return [self._masks(request) for request in rows]
 
     def _masks(self, request: Request) -> tuple[int, ...]:
@@ -166,7 +164,7 @@ class WindowChooser:
         """Set for how many steps of ``step_s`` seconds a choice is kept that has just been made."""
         choosing_s = min(choosing_s, _MAX_CHOOSING * self._choosing_s)
         self._choosing_s += _CHOOSING_WEIGHT * (choosing_s - self._choosing_s)
-        share = _CHOOSING_SHARE if self._feeds_masks else _IDLE_SHARE
+        share = _CHOOSING_SHARE if any(self._kept.values()) else _IDLE_SHARE
         interval = round(self._choosing_s / (share * step_s))
         self._interval = min(max(1, interval), _MAX_INTERVAL)
 
@@ -179,7 +177,6 @@ class WindowChooser:
         )
         num_fed += other_positions
         windows = self._choose(rows, num_fed, cached_tokens)
-        self._feeds_masks = any(windows)
         self._kept = {request.id: window for request, window in zip(rows, windows, strict=True)}
         self._usual = round(sum(windows) / len(windows))
         self._num_kept, self._other_positions = 1, other_positions

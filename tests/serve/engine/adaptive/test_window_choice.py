@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -234,7 +236,10 @@ def test_masks_that_are_fed_in_any_case_have_paid_for_what_masks_add_to_a_step()
     assert windows_of(chooser, rows) == [MAX_WINDOW, 2]
 
 
-def num_choices(choosing_s: float) -> int:
+FREE, DEAR = step_times({1: 0.010, 256: 0.010}), step_times({1: 0.010, 256: 2.560})
+
+
+def num_choices(choosing_s: float, times: StepTimes = FREE) -> int:
     """Return how often the masks of 100 steps of 10 ms are chosen if choosing takes so long."""
     looks = list[float]()
 
@@ -242,7 +247,7 @@ def num_choices(choosing_s: float) -> int:
         looks.append(len(looks) * choosing_s)
         return looks[-1]
 
-    chooser = WindowChooser(step_times({1: 0.010, 256: 0.010}), MAX_WINDOW, clock=clock)
+    chooser = WindowChooser(times, MAX_WINDOW, clock=clock)
     rows = make_rows(1)
     for _ in range(200):
         windows_of(chooser, rows)
@@ -256,6 +261,19 @@ def test_a_choice_is_kept_while_another_would_take_a_larger_share_of_the_steps()
     assert num_choices(0.0) == 100
     assert num_choices(0.001) * 0.001 < 0.03 * 100 * 0.010
     assert 0 < num_choices(1.0) < num_choices(0.001)
+
+
+def test_choices_are_rarer_while_no_masks_are_fed() -> None:
+    assert num_choices(0.0002, DEAR) * 4 < num_choices(0.0002)
+
+
+def test_masks_that_pay_for_fewer_rows_are_fed_as_soon_as_there_are_fewer() -> None:
+    clock = itertools.count()  # choosing seems to take a second
+    times = step_times({1: 0.010, 8: 0.010, 9: 0.050, 64: 0.500})
+    chooser, rows = WindowChooser(times, MAX_WINDOW, clock=lambda: next(clock)), make_rows(8)
+    for _ in range(20):
+        assert not any(windows_of(chooser, rows))
+    assert windows_of(chooser, rows[:1]) == [MAX_WINDOW]
 
 
 # Mode exact
