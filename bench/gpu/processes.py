@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from bench.gpu.setup import Setup
 
-from mars_platform.checkpoint.directory import add_mask_token, save_checkpoint
 from mars_platform.checkpoint.metadata import MarsMetadata
+from mars_platform.checkpoint.weights import add_mask_token, save_checkpoint
 from mars_platform.method.mode import Mode
 from mars_serve.config.settings import ModelSettings
 from mars_serve.engine.decoding_options import DecodingOptions

@@ -1,6 +1,8 @@
 """Makes imports of many modules quicker. Imports no Ray, torch or HTTP library."""
 
 import gc
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,3 +20,20 @@ def uncollected() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@contextmanager
+def without_torch() -> Iterator[None]:
+    """Hide torch, which takes seconds to import, from transformers, if the block imports it first.
+
+    Its tokenizers and configurations then do without, and this process can never load a model.
+    """
+    if "torch" in sys.modules:
+        yield
+        return
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # on models without torch
+    sys.modules["torch"] = None  # type: ignore[assignment]  # tells importers that there is none
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]

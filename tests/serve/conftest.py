@@ -15,15 +15,9 @@ from transformers import DynamicCache, PreTrainedModel
 from decoding.adapters import write_adapter
 from decoding.families import build_family
 from decoding.tiny_models import SIZES, build_model
-from mars_platform.checkpoint.directory import (
-    Checkpoint,
-    SpecialTokens,
-    add_mask_token,
-    load_model,
-    read_checkpoint,
-    save_checkpoint,
-)
+from mars_platform.checkpoint.directory import Checkpoint, SpecialTokens, read_checkpoint
 from mars_platform.checkpoint.metadata import MarsMetadata
+from mars_platform.checkpoint.weights import add_mask_token, load_model, save_checkpoint
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.settings import EngineSettings
 from mars_train.recipe import ScratchModel

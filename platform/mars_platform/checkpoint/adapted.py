@@ -21,12 +21,8 @@ from mars_platform.checkpoint.adapter.files import (
 from mars_platform.checkpoint.adapter.lora import read_lora
 from mars_platform.checkpoint.adapter.settings import BaseIdentity
 from mars_platform.checkpoint.calibration import read_calibration
-from mars_platform.checkpoint.directory import (
-    Checkpoint,
-    load_model,
-    loader_of,
-    read_checkpoint,
-)
+from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
+from mars_platform.checkpoint.weights import load_model, loader_of
 from mars_platform.errors import UserError
 from mars_platform.mixing.head import drop_towers
 

@@ -11,21 +11,24 @@ depth's temperature T minimises the mean negative log-likelihood of being right 
 
 This is temperature scaling (Guo et al., arXiv 1706.04599) with the event "right" in place of the
 class, because only the probability of the proposed token is ever compared with a threshold. Imports
-no Ray or HTTP library.
+no Ray or HTTP library, and torch only where logits are read.
 """
+
+from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from mars_platform.checkpoint.files import write_whole
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.config import Settings, build_settings, read_json
 from mars_platform.errors import UserError
+
+if TYPE_CHECKING:  # importing it takes seconds, and a server's ingress only reads the file
+    from torch import Tensor
 
 CALIBRATION_FILE = "calibration.json"
 NUM_BINS = 15
@@ -137,6 +140,8 @@ def log_probability_curves(logits: Tensor, tokens: Tensor) -> Tensor:
     a token replace the logits of the whole vocabulary, so that the search for a temperature can
     keep all tokens of a data set in memory.
     """
+    import torch
+
     logits = logits.float()
     chosen = logits.gather(-1, tokens[:, None]).squeeze(-1)  # [tokens]
     columns = [chosen / temperature - (logits / temperature).logsumexp(-1) for temperature in GRID]
@@ -241,5 +246,5 @@ def brier_score(probabilities: Tensor, correct: Tensor) -> float:
 
 def _loss(observed: Observed, temperature: float) -> float:
     right = log_probabilities_at(observed.curves, temperature).double().clamp(max=_LARGEST_LOG)
-    wrong = (-torch.expm1(right)).log()
-    return float(-torch.where(observed.correct, right, wrong).mean())
+    wrong = (-right.expm1()).log()
+    return float(-right.where(observed.correct, wrong).mean())

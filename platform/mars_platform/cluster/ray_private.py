@@ -30,6 +30,9 @@ _AGENT_PORTS = (
     "dashboard_agent_listen_port",
     "runtime_env_agent_port",
 )
+_START_S, _START_LOOP_S = 30.0, 0.05
+"""Seconds that a start takes for the most part, and between two looks of Serve's controller in
+them."""
 
 
 def job_variables(stop_wait_s: int) -> dict[str, str]:
@@ -104,6 +107,20 @@ def poll_serve_often(period_s: float) -> None:
     client.CLIENT_POLLING_INTERVAL_S = period_s
 
 
+def hurry_controller() -> None:
+    """Let Serve's controller, which calls this at its start, look often at what it starts.
+
+    Each of a start's steps otherwise waits for the next of its looks. Relies on a constant that its
+    loop reads each time.
+    """
+    from ray.serve._private import controller
+
+    usual = controller.CONTROL_LOOP_INTERVAL_S
+    controller.CONTROL_LOOP_INTERVAL_S = _START_LOOP_S
+    loop = asyncio.get_running_loop()
+    loop.call_later(_START_S, setattr, controller, "CONTROL_LOOP_INTERVAL_S", usual)
+
+
 def local_cluster_has_failed() -> bool:
     """Return whether this process started a cluster whose central processes have ended since.
 
@@ -129,13 +146,15 @@ def busy_node_variables() -> dict[str, str]:
 
     Relies on internal settings. ``ray.init`` waits 30 s for a node's processes, and all workers get
     the niceness 15, so that two busy programs leave a server or a training a tenth of their speed.
-    A node reports its resources ten times a second, which takes 1% of a core. A raylet that asks
-    its object store a moment too early waits a second until it asks again. A node's processes wait
-    a minute for a head that has ended, as one does whose whole process group gets a signal.
+    A node reports its resources ten times a second, which takes 1% of a core. It starts workers as
+    soon as a first job connects, and lets it wait for them. A raylet that asks its object store a
+    moment too early waits a second until it asks again. A node's processes wait a minute for a head
+    that has ended, as one does whose whole process group gets a signal.
     """
     return {
         "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
         "RAY_gcs_server_port_wait_time_s": "120",
+        "RAY_prestart_worker_first_driver": "0",
         "RAY_raylet_client_connect_timeout_milliseconds": "50",
         "RAY_raylet_client_num_connect_attempts": "200",
         "RAY_worker_niceness": "0",
@@ -163,6 +182,7 @@ def _serve_variables(guard: str) -> dict[str, str]:
         # With .1 s, the default, an idle controller takes 4% of a core. All threads of an engine's
         # step wait for the one that it interrupts.
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
+        "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": f"{__name__}:hurry_controller",
         "RAY_preload_python_modules": "mars_platform.cluster.without_pandas",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     }

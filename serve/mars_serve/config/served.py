@@ -129,7 +129,7 @@ def read_served(settings: ModelSettings) -> Checkpoint:
     Raises:
         UserError: a file cannot be used, or a path is a link, which may have led others elsewhere.
     """
-    from mars_platform.checkpoint.adapted import read_model, with_lora_masks
+    from mars_platform.checkpoint.directory import read_checkpoint
 
     for path in filter(None, (settings.path, settings.adapter)):
         if Path(path).is_symlink():
@@ -138,6 +138,10 @@ def read_served(settings: ModelSettings) -> Checkpoint:
                 "was deployed, so that replicas could follow it to different models; mount it "
                 f"there, too, or name its target, which is {os.path.realpath(path)} now"
             )
+    if not settings.adapter and not settings.loras:
+        return read_checkpoint(settings.path)
+    from mars_platform.checkpoint.adapted import read_model, with_lora_masks  # it imports torch
+
     checkpoint = read_model(settings.path, settings.adapter)
     return with_lora_masks(checkpoint, [lora.path for lora in settings.loras])
 

@@ -8,6 +8,7 @@ import gc
 import re
 import sys
 import time
+from contextlib import nullcontext
 from typing import Any
 
 from fastapi import FastAPI
@@ -19,7 +20,7 @@ from ray.serve.handle import DeploymentHandle
 from mars_autoscale.policy.reports import IngressReport
 from mars_autoscale.ray.ray_policy import JointPolicy
 from mars_platform.config import build_settings
-from mars_platform.imports import uncollected
+from mars_platform.imports import uncollected, without_torch
 from mars_serve.config.loras import LoraChanges, LoraNames
 from mars_serve.config.served import ServedModel, read_served, with_dtype
 from mars_serve.config.settings import ModelSettings, ServeSettings
@@ -45,8 +46,7 @@ class Ingress:
     """The ingress deployment, which serves the REST application over the models' handles."""
 
     def __init__(self, settings: ServeSettings, handles: list[DeploymentHandle]) -> None:
-        with uncollected():
-            import mars_serve.http.app  # noqa: F401 - torch and transformers are among it
+        _import_modules(settings.models)
         created, context = int(time.time()), serve.get_replica_context()
         models = [with_dtype(model) for model in settings.models]
         self._settings = settings = settings.model_copy(update={"models": models})
@@ -119,6 +119,13 @@ class Ingress:
 
         if models:
             report_in_thread(self._application, "loras", known, take)
+
+
+def _import_modules(models: list[ModelSettings]) -> None:
+    """Import what an ingress replica needs, torch for none but adapters, whose layers it checks."""
+    needs_torch = any(each.adapter or each.engine.max_loras for each in models)
+    with uncollected(), nullcontext() if needs_torch else without_torch():
+        import mars_serve.http.app  # noqa: F401 - transformers is among it
 
 
 def application(args: dict[str, Any]) -> Application:

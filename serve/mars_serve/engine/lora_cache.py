@@ -14,8 +14,9 @@ import torch
 from mars_platform.checkpoint.adapted import refuse_other_base
 from mars_platform.checkpoint.adapter.layers import adaptable_layers
 from mars_platform.checkpoint.adapter.lora import LoraWeights, read_lora
-from mars_platform.checkpoint.directory import Checkpoint, loader_of
+from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.checkpoint.metadata import ADAPTER_FILE, ADAPTER_WEIGHTS_FILE, METADATA_FILE
+from mars_platform.checkpoint.weights import loader_of
 from mars_platform.errors import UserError
 from mars_serve.engine.request import LoraReference, Request
 from mars_serve.engine.settings import EngineSettings

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from mars_platform.checkpoint.directory import load_model
+from mars_platform.checkpoint.weights import load_model
 from mars_platform.errors import Stopped
 from mars_train.data.token_store import TokenStore, TokenStoreWriter
 from mars_train.recipe import GenerateStage, Recipe

@@ -7,8 +7,9 @@ import json
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mars_platform.checkpoint.directory import add_mask_token, load_model, read_checkpoint
+from mars_platform.checkpoint.directory import read_checkpoint
 from mars_platform.checkpoint.metadata import MASK_TOKEN
+from mars_platform.checkpoint.weights import add_mask_token, load_model
 from mars_platform.config import load_settings
 from mars_platform.data.rendering import render_prompt
 from mars_platform.method.mode import Mode

@@ -27,11 +27,7 @@ from mars_platform.checkpoint.adapter.layers import (
     resolve_targets,
 )
 from mars_platform.checkpoint.adapter.settings import AdapterMetadata, AdapterSettings
-from mars_platform.checkpoint.directory import (
-    add_mask_token,
-    load_model,
-    read_checkpoint,
-)
+from mars_platform.checkpoint.directory import read_checkpoint
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.checkpoint.manifest import MANIFEST, describe_all
 from mars_platform.checkpoint.metadata import (
@@ -40,6 +36,7 @@ from mars_platform.checkpoint.metadata import (
     METADATA_FILE,
 )
 from mars_platform.checkpoint.tokenizer import name_mask_token
+from mars_platform.checkpoint.weights import add_mask_token, load_model
 from mars_platform.errors import UserError
 from mars_platform.method.reference import decode
 from mars_train.recipe import ScratchModel

@@ -1,6 +1,7 @@
 """Names of Ray that are not public API stand in one file."""
 
 import ast
+import asyncio
 import re
 from pathlib import Path
 
@@ -56,3 +57,20 @@ def test_the_period_of_serves_client_is_read_by_its_wait():
 
     source = Path(client.__file__).read_text(encoding="utf-8")
     assert "time.sleep(CLIENT_POLLING_INTERVAL_S)" in source
+
+
+def test_the_controller_looks_often_at_first_and_then_as_usual(monkeypatch):
+    from ray.serve._private import controller
+
+    source = Path(controller.__file__).read_text(encoding="utf-8")
+    assert "asyncio.sleep(CONTROL_LOOP_INTERVAL_S)" in source  # the loop reads it each time
+    monkeypatch.setattr(controller, "CONTROL_LOOP_INTERVAL_S", 0.5)
+    monkeypatch.setattr(ray_private, "_START_S", 0.0)
+
+    async def start():
+        ray_private.hurry_controller()
+        hurried = controller.CONTROL_LOOP_INTERVAL_S
+        await asyncio.sleep(0.01)
+        return hurried
+
+    assert asyncio.run(start()) < controller.CONTROL_LOOP_INTERVAL_S == 0.5

@@ -20,9 +20,9 @@ from frontiers import AR, frontier_of
 from mars_autoscale.model.frontier import FRONTIER_FILE, read_frontier, write_frontier
 from mars_platform.checkpoint.adapted import load_weights, read_model
 from mars_platform.checkpoint.calibration import CALIBRATION_FILE
-from mars_platform.checkpoint.directory import load_model
 from mars_platform.checkpoint.examples import EXAMPLES_FILE
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
+from mars_platform.checkpoint.weights import load_model
 from mars_platform.cli.main import run
 from mars_platform.method import reference
 from mars_serve.api.text import decode, encode

@@ -9,7 +9,8 @@ import pytest
 import yaml
 from rich.console import Console
 
-from mars_platform.checkpoint.directory import load_model, read_checkpoint
+from mars_platform.checkpoint.directory import read_checkpoint
+from mars_platform.checkpoint.weights import load_model
 from mars_platform.cli.main import run
 from mars_platform.errors import UserError
 from mars_platform.method import reference

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import inspect
+import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -11,6 +14,20 @@ from mars_serve.deploy.app import application
 from mars_serve.replica.replica import ModelReplica
 
 ARGS: dict[str, Any] = {"models": [{"name": "some/model", "path": "p"}], "insecure": True}
+
+
+def facts_of(path: str) -> list[Any]:
+    """What an ingress replica reads of a model, as JSON."""
+    from mars_serve.config.served import ServedModel, read_served
+    from mars_serve.config.settings import ModelSettings
+
+    settings = ModelSettings(name="m", path=path)
+    served = ServedModel(settings, read_served(settings), None, 0)  # type: ignore[arg-type]
+    checkpoint = served.checkpoint
+    chat = served.prompts.chat([{"role": "user", "content": "Zoë has <|mask|> 3 hats."}])
+    eos = sorted(checkpoint.special.eos)
+    sizes = [checkpoint.num_tokens, checkpoint.max_length]
+    return [checkpoint.config.to_json_string(), checkpoint.fingerprint, eos, sizes, chat]
 
 
 def deployments_of(args: dict[str, Any]) -> dict[str, Any]:
@@ -93,3 +110,17 @@ def test_a_server_with_keys_may_be_reachable():
 
 def test_a_server_of_its_own_machine_needs_no_keys():
     assert "ingress" in deployments_of({**ARGS, "insecure": False, "host": "127.0.0.1"})
+
+
+def test_an_ingress_reads_a_model_without_torch_as_others_do_with_it(mars_dir):
+    script = f"""
+import json, sys
+from typing import Any
+from mars_serve.deploy.app import _import_modules
+{inspect.getsource(facts_of)}
+_import_modules([])
+print(json.dumps([facts_of(sys.argv[1]), "torch" in sys.modules]))
+"""
+    command = [sys.executable, "-c", script, str(mars_dir)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    assert json.loads(done.stdout) == [facts_of(str(mars_dir)), False]

@@ -6,7 +6,8 @@ import pytest
 from transformers import PreTrainedModel
 
 from mars_autoscale.model.step_times import StepTimes
-from mars_platform.checkpoint.directory import Checkpoint, load_model, read_checkpoint
+from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
+from mars_platform.checkpoint.weights import load_model
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.measure.evaluation.items import read_items

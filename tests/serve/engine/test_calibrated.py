@@ -10,7 +10,8 @@ from tests.conftest import Trained
 
 from decoding.engines import run as run_requests
 from mars_platform.checkpoint.calibration import Calibration, DepthCalibration
-from mars_platform.checkpoint.directory import Checkpoint, load_model, read_checkpoint
+from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
+from mars_platform.checkpoint.weights import load_model
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_serve.engine.decoding_options import DecodingOptions, Outcomes

@@ -13,7 +13,8 @@ from fastapi import FastAPI
 from transformers import PreTrainedTokenizerBase
 
 from decoding.local_engine_client import LocalEngineClient
-from mars_platform.checkpoint.directory import Checkpoint, load_model, read_checkpoint
+from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
+from mars_platform.checkpoint.weights import load_model
 from mars_platform.method import reference
 from mars_serve.config.served import Backend, ServedModel
 from mars_serve.engine.engine import Engine

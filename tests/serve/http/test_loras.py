@@ -15,7 +15,8 @@ import torch
 from decoding.adapters import add_mask_row, with_lora
 from decoding.local_engine_client import LocalEngineClient
 from mars_platform.checkpoint.adapted import with_lora_masks
-from mars_platform.checkpoint.directory import load_model, read_checkpoint
+from mars_platform.checkpoint.directory import read_checkpoint
+from mars_platform.checkpoint.weights import load_model
 from mars_serve.config.loras import LoraNames
 from mars_serve.control.governor import Governor
 from mars_serve.engine.request import LoraReference

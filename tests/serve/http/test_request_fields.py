@@ -14,7 +14,8 @@ from tokenizers.processors import TemplateProcessing
 
 from decoding.failing_engines import ControlledEngine
 from decoding.local_engine_client import LocalEngineClient
-from mars_platform.checkpoint.directory import Checkpoint, load_model
+from mars_platform.checkpoint.directory import Checkpoint
+from mars_platform.checkpoint.weights import load_model
 from mars_serve.api.text import TokenBytes, decode, encode
 from rest.api_keys import bearer, key_entry
 from rest.rest_requests import BODIES, CHAT, COMPLETIONS, CONVERSATION, MESSAGES, PROMPT, text_of

@@ -13,14 +13,9 @@ import torch
 from tokenizers import AddedToken
 
 from decoding.local_engine_client import LocalEngineClient
-from mars_platform.checkpoint.directory import (
-    Checkpoint,
-    add_mask_token,
-    load_model,
-    read_checkpoint,
-    save_checkpoint,
-)
+from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
 from mars_platform.checkpoint.metadata import MarsMetadata
+from mars_platform.checkpoint.weights import add_mask_token, load_model, save_checkpoint
 from mars_platform.method.mode import Mode
 from mars_serve.api.text import special_tokens
 from mars_serve.engine.engine import Engine

@@ -18,14 +18,10 @@ from mars_platform.checkpoint.calibration import (
     log_probability_curves,
     write_calibration,
 )
-from mars_platform.checkpoint.directory import (
-    Checkpoint,
-    SpecialTokens,
-    load_model,
-    read_checkpoint,
-)
+from mars_platform.checkpoint.directory import Checkpoint, SpecialTokens, read_checkpoint
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.checkpoint.metadata import MarsMetadata
+from mars_platform.checkpoint.weights import load_model
 from mars_platform.errors import UserError
 from mars_platform.method import reference
 from mars_serve.engine.engine import Engine

@@ -10,8 +10,9 @@ import torch
 
 from conversations import read, row, write
 from mars_platform.checkpoint.calibration import Calibration, DepthCalibration, write_calibration
-from mars_platform.checkpoint.directory import load_model, read_checkpoint, save_checkpoint
+from mars_platform.checkpoint.directory import read_checkpoint
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
+from mars_platform.checkpoint.weights import load_model, save_checkpoint
 from mars_platform.cli import main as cli
 from mars_platform.data.rendering import render_prompt
 from mars_serve.api.text import encode

@@ -16,7 +16,8 @@ from conversations import read
 from frontiers import frontier_of, point
 from mars_autoscale.model.frontier import read_frontier, write_frontier
 from mars_autoscale.model.step_times import StepTime
-from mars_platform.checkpoint.directory import Checkpoint, load_model, read_checkpoint
+from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
+from mars_platform.checkpoint.weights import load_model
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_platform.statistics import paired_difference, proportion, ratio_of_totals

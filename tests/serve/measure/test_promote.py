@@ -21,10 +21,10 @@ from transformers import AutoTokenizer
 from frontiers import frontier_of, point
 from mars_autoscale.model.frontier import FRONTIER_FILE, Frontier, write_frontier
 from mars_platform.checkpoint.calibration import Calibration, DepthCalibration, write_calibration
-from mars_platform.checkpoint.directory import add_mask_token, load_model, save_checkpoint
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.checkpoint.manifest import MANIFEST, describe_all, verify
 from mars_platform.checkpoint.metadata import MarsMetadata
+from mars_platform.checkpoint.weights import add_mask_token, load_model, save_checkpoint
 from mars_platform.cli.main import run
 from mars_platform.errors import UserError
 from mars_serve.measure.options import Gate

@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from decoding.local_engine_client import linked
-from mars_platform.checkpoint.directory import load_model, read_checkpoint
+from mars_platform.checkpoint.directory import read_checkpoint
+from mars_platform.checkpoint.weights import load_model
 from mars_platform.errors import UserError
 from mars_platform.method import reference
 from mars_platform.method.mode import LiveDecoding, Mode

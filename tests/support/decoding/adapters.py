@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from mars_platform.checkpoint.adapter.files import identify_base, save_adapter
 from mars_platform.checkpoint.adapter.layers import adapter_parameters, attach_adapter
 from mars_platform.checkpoint.adapter.settings import AdapterMetadata, AdapterSettings
-from mars_platform.checkpoint.directory import load_model, read_checkpoint
+from mars_platform.checkpoint.directory import read_checkpoint
 from mars_platform.checkpoint.tokenizer import name_mask_token
+from mars_platform.checkpoint.weights import load_model
 
 
 def with_adapter(

@@ -24,13 +24,9 @@ from transformers.utils import logging
 from decoding.engines import output_of, run
 from decoding.families import family_config
 from decoding.watched_engine import Watch, crowd
-from mars_platform.checkpoint.directory import (
-    add_mask_token,
-    load_model,
-    read_checkpoint,
-    save_checkpoint,
-)
+from mars_platform.checkpoint.directory import read_checkpoint
 from mars_platform.checkpoint.metadata import MarsMetadata
+from mars_platform.checkpoint.weights import add_mask_token, load_model, save_checkpoint
 from mars_platform.errors import UserError, one_line
 from mars_platform.mixing.probe import Probe
 from mars_serve.cli.doctor.libraries import torch_findings

@@ -13,13 +13,9 @@ from safetensors import safe_open
 
 from mars_platform.checkpoint.adapted import adapt, load_weights
 from mars_platform.checkpoint.adapter.files import read_adapter
-from mars_platform.checkpoint.directory import (
-    add_mask_token,
-    load_model,
-    read_checkpoint,
-    save_checkpoint,
-)
+from mars_platform.checkpoint.directory import read_checkpoint
 from mars_platform.checkpoint.metadata import MarsMetadata
+from mars_platform.checkpoint.weights import add_mask_token, load_model, save_checkpoint
 from mars_train.data.token_store import TokenStoreWriter
 from mars_train.recipe import DataSettings, EvaluationSettings
 from mars_train.stage.held_out import read_held_out

@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mars_platform.checkpoint.directory import add_mask_token, load_model, read_checkpoint
+from mars_platform.checkpoint.directory import read_checkpoint
 from mars_platform.checkpoint.metadata import MarsMetadata
+from mars_platform.checkpoint.weights import add_mask_token, load_model
 from mars_platform.errors import UserError
 from mars_train.data.token_store import TokenStoreWriter
 from mars_train.recipe import DataSettings, EvaluationSettings

@@ -16,9 +16,10 @@ from decoding.wrappers import build_wrapper
 from mars_platform.checkpoint.adapter.layers import adaptable_layers
 from mars_platform.checkpoint.adapter.lora import merge_lora, read_lora
 from mars_platform.checkpoint.adapter.settings import LoraSettings
-from mars_platform.checkpoint.directory import add_mask_token, load_model, read_checkpoint
+from mars_platform.checkpoint.directory import read_checkpoint
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
 from mars_platform.checkpoint.metadata import METADATA_FILE
+from mars_platform.checkpoint.weights import add_mask_token, load_model
 from mars_train.stage.lora import add_lora, narrow_frozen
 from mars_train.stage.trainer import MODEL
 from mars_train.storage.directories import Storage

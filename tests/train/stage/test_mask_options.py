@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from mars_platform.checkpoint.directory import load_model
 from mars_platform.checkpoint.metadata import read_metadata
+from mars_platform.checkpoint.weights import load_model
 from mars_train.data.token_store import TokenStore, block_offsets, block_sizes, step_rows
 from mars_train.method.batches import StageBatches
 from mars_train.method.layout import collate, lay_out

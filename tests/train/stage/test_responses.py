@@ -7,13 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from mars_platform.checkpoint.directory import (
-    add_mask_token,
-    load_model,
-    read_checkpoint,
-    save_checkpoint,
-)
+from mars_platform.checkpoint.directory import read_checkpoint
 from mars_platform.checkpoint.metadata import MarsMetadata
+from mars_platform.checkpoint.weights import add_mask_token, load_model, save_checkpoint
 from mars_platform.errors import UserError
 from mars_platform.method.mode import Mode
 from mars_train.data.token_store import TokenStoreWriter, temperatures

@@ -16,8 +16,9 @@ from decoding.engine_requests import make_request
 from decoding.engines import output_of, run
 from decoding.wrappers import WRAPPERS, build_wrapper
 from mars_platform.checkpoint.adapted import read_model
-from mars_platform.checkpoint.directory import SpecialTokens, load_model, read_checkpoint
+from mars_platform.checkpoint.directory import SpecialTokens, read_checkpoint
 from mars_platform.checkpoint.metadata import read_metadata
+from mars_platform.checkpoint.weights import load_model
 from mars_platform.method.mode import Mode
 from mars_serve.cli.doctor.libraries import torch_findings
 from mars_serve.engine.engine import Engine

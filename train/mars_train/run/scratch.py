@@ -14,7 +14,7 @@ from transformers import (
     set_seed,
 )
 
-from mars_platform.checkpoint.directory import save_checkpoint
+from mars_platform.checkpoint.weights import save_checkpoint
 from mars_platform.errors import UserError, one_line
 from mars_train.recipe import ScratchModel
 

@@ -23,17 +23,16 @@ from mars_platform.checkpoint.adapter.files import identify_base, save_adapter
 from mars_platform.checkpoint.adapter.layers import attach_adapter
 from mars_platform.checkpoint.adapter.lora import LoraWeights, merge_lora
 from mars_platform.checkpoint.adapter.settings import AdapterMetadata
-from mars_platform.checkpoint.directory import (
-    Checkpoint,
+from mars_platform.checkpoint.directory import Checkpoint, read_checkpoint
+from mars_platform.checkpoint.metadata import MarsMetadata
+from mars_platform.checkpoint.number_type import is_bfloat16_slow
+from mars_platform.checkpoint.weights import (
     add_mask_token,
     load_model,
     loader_of,
-    read_checkpoint,
     save_checkpoint,
     unread_weights,
 )
-from mars_platform.checkpoint.metadata import MarsMetadata
-from mars_platform.checkpoint.number_type import is_bfloat16_slow
 from mars_platform.errors import UserError
 from mars_platform.mixing.head import text_prefixes
 from mars_platform.mixing.probe import Probe

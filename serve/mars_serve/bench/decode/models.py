@@ -17,8 +17,9 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from mars_platform.checkpoint.adapted import load_weights, read_model
-from mars_platform.checkpoint.directory import Checkpoint, SpecialTokens, loader_of
+from mars_platform.checkpoint.directory import Checkpoint, SpecialTokens
 from mars_platform.checkpoint.metadata import MarsMetadata
+from mars_platform.checkpoint.weights import loader_of
 from mars_platform.config import read_json
 from mars_platform.errors import UserError, one_line
 

@@ -59,9 +59,10 @@ def _checkpoint(path: Path) -> Iterator[Finding]:
     """Load the checkpoint's model by the headers of its files, and say how it is served."""
     import torch
 
-    from mars_platform.checkpoint.directory import load_model, read_checkpoint
+    from mars_platform.checkpoint.directory import read_checkpoint
     from mars_platform.checkpoint.inspection import check_chat_template
     from mars_platform.checkpoint.number_type import stored_dtype
+    from mars_platform.checkpoint.weights import load_model
     from mars_platform.mixing.latent import absorb
     from mars_platform.mixing.probe import record
     from mars_serve.cli.doctor import layers

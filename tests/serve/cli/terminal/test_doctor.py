@@ -15,7 +15,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from decoding.families import build_family
-from mars_platform.checkpoint.directory import read_checkpoint, save_checkpoint
+from mars_platform.checkpoint.directory import read_checkpoint
+from mars_platform.checkpoint.weights import save_checkpoint
 from mars_platform.cli.main import run
 from mars_serve.cli.doctor import libraries, machine
 from mars_serve.cli.doctor.command import findings_of_child

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from mars_platform.checkpoint.directory import Checkpoint, load_model
+from mars_platform.checkpoint.directory import Checkpoint
+from mars_platform.checkpoint.weights import load_model
 from mars_serve.api.text import TokenBytes, encode
 from rest.rest_requests import BODIES, COMPLETION, COMPLETIONS, MESSAGES, PROMPT
 
