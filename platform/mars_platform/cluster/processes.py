@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
-import httpx
-
 from mars_platform.errors import Stopped, UserError, one_line
 
 MAX_ATTEMPTS = 3
@@ -117,6 +115,8 @@ def wait_until_ready(
         CommandFailed: the process ended or was not ready in time; the message starts with
             ``name``.
     """
+    import httpx  # takes a twentieth of a second, and a server's command does not wait so
+
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if process.poll() is not None:

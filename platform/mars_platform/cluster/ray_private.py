@@ -183,7 +183,7 @@ def _serve_variables(guard: str) -> dict[str, str]:
         # step wait for the one that it interrupts.
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
         "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": f"{__name__}:hurry_controller",
-        "RAY_preload_python_modules": "mars_platform.cluster.without_pandas",
+        "RAY_preload_python_modules": "mars_platform.cluster.worker_start",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     }
 
