@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from mars_serve.engine.request import Request, RowState
 from mars_serve.engine.scheduled_row import Masks, ScheduledRow
 
-_EXACT_UP_TO = 8
-"""Most positions that a batch holds without padding."""
+COARSE, FINE = 3, 5
+"""Leading bits of the lengths of batches, see `bucket`: for graphs, which are captured for each
+length, and for steps that are run as they come, where padding takes as long as positions do."""
 
 
 @dataclass(slots=True)  # a frozen dataclass takes five times as long to make (measured)
@@ -117,18 +118,19 @@ class StepBatch:
         return any(row.num_masks for row in self.rows)
 
 
-def bucket(count: int) -> int:
-    """Return the padded length of ``count`` positions: one of few, at most a quarter longer."""
-    if count <= _EXACT_UP_TO:
-        return count
-    step = max(2, 1 << ((count - 1).bit_length() - 3))
+def bucket(count: int, bits: int = COARSE) -> int:
+    """Return the padded length of ``count`` positions: one with nothing behind its leading bits."""
+    step = 1 << max(0, (count - 1).bit_length() - bits)
     return -(-count // step) * step
 
 
 def build_batch(
-    scheduled: Sequence[ScheduledRow], mask_token_id: int | None, multiple_of: int = 1
+    scheduled: Sequence[ScheduledRow],
+    mask_token_id: int | None,
+    multiple_of: int = 1,
+    bits: int = COARSE,
 ) -> StepBatch:
-    """Lay out a step of ``scheduled`` rows, in order, padded to a bucket's length.
+    """Lay out a step of ``scheduled`` rows, in order, padded to a bucket's length by ``bits``.
 
     The length becomes a multiple of ``multiple_of``; rows with masks need ``mask_token_id``.
     """
@@ -165,7 +167,7 @@ def build_batch(
         rows.append(row)
         slots += [request.lora_slot] * row.length
     num_positions = len(ids)
-    padding = [0] * (-(-bucket(num_positions) // multiple_of) * multiple_of - num_positions)
+    padding = [0] * (-(-bucket(num_positions, bits) // multiple_of) * multiple_of - num_positions)
     return StepBatch(
         ids=ids + padding,
         position_ids=position_ids + padding,

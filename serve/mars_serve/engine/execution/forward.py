@@ -15,7 +15,7 @@ from mars_platform.mixing.bind import ATTENTION_NAME
 from mars_platform.mixing.probe import PREFIX, Probe
 from mars_serve.engine.attention.interface import Attention
 from mars_serve.engine.attention.mixed import InPlace
-from mars_serve.engine.batch import build_batch
+from mars_serve.engine.batch import COARSE, FINE, build_batch
 from mars_serve.engine.decoder.adapter import adapt_layers, step_adapters
 from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.device.transfer import HostCopy
@@ -148,7 +148,7 @@ class ModelRunner:
         self._forward: Forward = self._graphed or EagerForward(model, attention, states)
         self._states = states
         self.mask_token_id = mask_token_id
-        self._multiple_of = _TILE if batch_invariant else 1
+        self._padding = _TILE if batch_invariant else 1, COARSE if self._graphed else FINE
         self._draw_accepted = draw_accepted
         self._temperatures = temperatures
         self._grammars = GrammarBudget()
@@ -169,7 +169,7 @@ class ModelRunner:
             if self._states is not None:
                 request.state = RowState(slot - 1 if slot else self._states.num_slots, 0, slot, [])
             row = ScheduledRow(request, min(most, request.num_uncached), (0,), reads_logits=False)
-            batch = build_batch([row], None, self._multiple_of)
+            batch = build_batch([row], None, *self._padding)
             output = self._forward(batch, None, next_tokens([row]))
             found.append(self._forward.logits(output.scored))
             request.num_cached += row.num_tokens
@@ -183,7 +183,7 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, rows: Sequence[ScheduledRow]) -> Launched:
         """Start one step; on a GPU this returns while the step runs."""
-        batch = build_batch(rows, self.mask_token_id, self._multiple_of)
+        batch = build_batch(rows, self.mask_token_id, *self._padding)
         reading = [row for row in rows if row.reads_logits]
         grammars = self._grammars.begin([row.request.matcher for row in rows])
         reads = build_reads(reading, self._temperatures) if reading else None
