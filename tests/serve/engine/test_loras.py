@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from decoding.adapters import with_adapter, with_lora
 from decoding.engines import Engines, oracle, paged_attention, passes_of, run
 from decoding.families import build_family
 from decoding.tiny_models import build_model
+from mars_autoscale.model.step_times import StepTimes
 from mars_platform.checkpoint.adapter.lora import read_lora
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.errors import UserError
@@ -28,6 +29,7 @@ from mars_serve.engine.decoding_options import DecodingOptions, Outcomes
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.lora_cache import read_weights
 from mars_serve.engine.request import LoraReference, Request
+from mars_serve.engine.scheduled_row import ScheduledRow
 
 SPECIAL = SpecialTokens(eos=frozenset({1}), never_emitted=frozenset({0, 3}))
 KINDS: dict[str, dict[str, Any]] = {
@@ -38,7 +40,9 @@ OPTIONS = [
     DecodingOptions(10, Mode.AR),
     DecodingOptions(10, threshold=0.06, window=4),
     DecodingOptions(10, Mode.EXACT, outcomes=Outcomes.ALL, window=3),
+    DecodingOptions(10, Mode.EXACT),
 ]
+FLAT = StepTimes((1, 256), (0,), ((10.0,), (20.0,)))
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,7 @@ def engine_of(make_engine: Engines) -> Callable[..., Engine]:
     def make(model: PreTrainedModel, kind: str, **changes: Any) -> Engine:
         sizes = {"num_pages": 20, "max_num_seqs": 6, "max_loras": 2, "max_lora_rank": 4}
         engine = make_engine(model, SPECIAL, **{**sizes, **KINDS[kind], **changes})
+        engine.adapt_windows(FLAT)
         if kind == "graphs":
             engine.capture_graphs(lambda function: function)
         return engine
@@ -127,12 +132,22 @@ def test_each_of_several_adapters_in_one_batch_gives_its_merged_models_output(
 ) -> None:
     """Fewer slots than adapters and fewer pages than tokens: adapters and requests are evicted."""
     engine = engine_of(models[0].merged, kind)
-    steps = list[set[int]]()
-    engine.on_launch = lambda rows: steps.append({row.request.lora_slot for row in rows})
+    steps, chosen = list[set[int]](), set[tuple[int, bool]]()
+
+    def note(rows: Sequence[ScheduledRow]) -> None:
+        steps.append({row.request.lora_slot for row in rows})
+        chosen.update(
+            (row.request.lora_slot, row.num_drafts > 0)
+            for row in rows
+            if row.request.plan.leaves_masks and row.request.plan.checks_drafts
+        )
+
+    engine.on_launch = note
     check(engine, requests_of(models, 16))
     before = engine.status().num_prefix_hit_tokens
     check(engine, requests_of(models, 16))
     assert {-1, 0, 1} in steps
+    assert {(-1, True), (0, True), (1, True)} <= chosen
     assert engine.status().num_prefix_hit_tokens > before
     assert engine.status().num_preemptions > 0
     slots = engine._memory.loras

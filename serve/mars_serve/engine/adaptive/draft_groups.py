@@ -1,111 +1,116 @@
-"""Chooses which drafts and masks a row that checks drafts feeds, by their expected gain.
+"""Lists the drafts and masks that a row could feed, by their expected gain, and picks among them.
 
 A step that checks D drafts has D + 1 outcomes. The masks behind an outcome give the drafts of the
 next step if that outcome occurs, and are wasted otherwise. So the expected gain of a mask, in
 tokens, is the probability of its outcome times the probability that the draft it gives is right.
 Its cost is one position, and another one in the next step if its outcome occurs: a draft is fed
-whether or not it is right.
+whether or not it is right. In mode threshold there is one outcome, and of what masks give only the
+accepted tokens are fed in the next step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, takewhile
+from itertools import accumulate, pairwise
 from operator import mul
 from typing import NamedTuple
 
-from mars_serve.engine.request import Draft, Request
+from mars_serve.engine.adaptive.acceptance_statistics import bin_of
+from mars_serve.engine.request import Request
 
 
-class DraftChances(NamedTuple):
-    """Probabilities that a request's drafts are right, by depth from 1 on.
+class Chances(NamedTuple):
+    """Probabilities for a request; plain lists, because every step reads single entries."""
 
-    They are plain lists, because every step reads single entries.
-    """
-
-    each: list[float]
-    """Probability that the draft at a depth is right if all drafts before it are."""
-    all_up_to: list[float]
-    """Probability that the draft at a depth and all before it are right."""
-
-    @classmethod
-    def of(cls, each: Sequence[float]) -> DraftChances:
-        """Build both lists from ``each``."""
-        return cls(list(each), list(accumulate(each, mul)))
+    masks: Sequence[float]
+    """That all that its masks give up to each depth is right, from depth 1 on."""
+    drafts: Sequence[float]
+    """That a draft of its masks in each bin of confidence is right if all before it are."""
 
 
-class Candidate(NamedTuple):
-    """A position that a request could feed."""
-
-    gain: float
-    """Tokens that it is expected to give."""
-    further: float
-    """Positions that it is expected to add to the next step."""
+Candidate = tuple[float, float]
+"""A position that a request could feed: the tokens that it is expected to give, and the positions
+that it is expected to add to the next step."""
 
 
 def num_given_drafts(request: Request) -> int:
     """Count the drafts of the request's masks, which count as fed whatever is chosen.
 
-    Drafts of the request's own text are candidates beside the masks, see `position_gains`.
+    Drafts of the request's own text are candidates beside the masks, see `candidates_of`.
     """
     return len(request.drafts) - request.num_lookup_drafts
 
 
-def candidates_of(request: Request, chances: DraftChances, window: int) -> list[list[Candidate]]:
-    """Return the positions that a request that checks drafts could feed.
-
-    Its masks, at most ``window`` an outcome, come first, by outcome and depth; the last list is
-    that of the drafts from its own text.
+def candidates_of(request: Request, chances: Chances, window: int) -> list[Candidate]:
+    """Return the positions that a request could feed: masks by outcome and depth, at most
+    ``window`` an outcome, then the drafts from its own text.
     """
-    reach = _reach(request, chances)
     plan, num_left = request.plan, request.num_left
+    if not plan.checks_drafts:
+        return [(gain, gain) for gain in chances.masks[: plan.num_masks(window, num_left)]]
+    reach = _reach(request, chances)
     masks = [
-        [
-            Candidate(share * gain, share)
-            for gain in chances.all_up_to[: plan.num_masks(window, num_left, outcome)]
-        ]
+        (share * gain, share)
         for outcome, share in enumerate(_outcome_shares(reach))
+        for gain in chances.masks[: plan.num_masks(window, num_left, outcome)]
     ]
-    drafts = reach[1 + num_given_drafts(request) :]
-    return [*masks, [Candidate(gain, 0.0) for gain in drafts]]
+    return masks + [(gain, 0.0) for gain in reach[1 + num_given_drafts(request) :]]
 
 
 def chosen_masks(
-    request: Request, chances: DraftChances, window: int, least_gain: float
+    request: Request, chances: Chances, window: int, least_gain: float
 ) -> tuple[int, ...]:
     """Return the number of masks of each outcome; one outcome more than drafts worth checking.
 
-    Each position must be expected to gain ``least_gain`` tokens, above 0, those of the next step
-    included.
+    Each position must be expected to gain ``least_gain`` tokens, above 0, for itself and for what
+    it adds to the next step.
     """
-    if not request.drafts and max(chances.all_up_to, default=0.0) < 2.0 * least_gain:
-        return (0,)  # as below, but quicker: rows whose masks do not pay are to cost nothing
-    reach = _reach(request, chances)
-    kept = list(takewhile(lambda chance: chance >= least_gain, reach)) or [1.0]
-    masks = []
-    plan, num_left = request.plan, request.num_left
-    for outcome, share in enumerate(_outcome_shares(kept)):
+    plan, num_left, shares = request.plan, request.num_left, [1.0]
+    if not plan.checks_drafts:
+        counts = [sum(gain / (1.0 + gain) >= least_gain for gain in chances.masks)]
+    else:
+        if request.drafts:
+            reach = _reach(request, chances)
+            num_checked = _num_checked(reach, chances.masks, least_gain)
+            shares = _outcome_shares(reach[: num_checked + 1])
+        counts = [
+            sum(share * gain / (1.0 + share) >= least_gain for gain in chances.masks)
+            for share in shares
+        ]
+    return tuple(
+        min(count, plan.num_masks(window, num_left, outcome)) if count else 0
+        for outcome, count in enumerate(counts)
+    )
+
+
+def _num_checked(reach: Sequence[float], gains: Sequence[float], least_gain: float) -> int:
+    """Return how many leading drafts to check, such that they and masks behind them gain most.
+
+    A doubtful draft has a chance, but without it the masks behind the drafts before it are of more
+    use: the more outcomes there are, the fewer of them are worth masks.
+    """
+
+    def surplus(share: float) -> float:
         least = least_gain * (1.0 + share)
-        count = sum(share * gain >= least for gain in chances.all_up_to)
-        masks.append(min(count, plan.num_masks(window, num_left, outcome)) if count else 0)
-    return tuple(masks)
+        return sum(share * gain - least for gain in gains if share * gain > least)
+
+    most, num_checked, gained = surplus(1.0), 0, 0.0
+    for count, (before, chance) in enumerate(pairwise(reach), start=1):
+        if chance < least_gain:
+            break
+        gained += chance - least_gain + surplus(before - chance)
+        total = gained + surplus(chance)
+        if total >= most:
+            most, num_checked = total, count
+    return num_checked
 
 
-def _reach(request: Request, chances: DraftChances) -> list[float]:
+def _reach(request: Request, chances: Chances) -> list[float]:
     """Return the probability that at least 0, 1, 2, ... leading drafts are right."""
-    drafts = request.drafts[: request.num_left - 1]
-    options = request.options
-    if options.sampling.temperature > 0 or options.grammar is not None:
-        # The mask's probability for a draft does not say how often sampling or a grammar picks it.
-        num_given = num_given_drafts(request)
-        given = [1.0, *chances.all_up_to[: min(num_given, len(drafts))]]
-        return [*given[:-1], *_products(drafts[num_given:], given[-1])]
-    return _products(drafts, 1.0)
-
-
-def _products(drafts: Sequence[Draft], first: float) -> list[float]:
-    """Return ``first`` times the confidences of no draft, one draft, two drafts, and so on."""
-    return list(accumulate((draft.confidence for draft in drafts), mul, initial=first))
+    drafts, own = request.drafts[: request.num_left - 1], request.num_own_drafts
+    each = [chances.drafts[bin_of(draft.confidence)] for draft in drafts[:own]]
+    each += [draft.confidence for draft in drafts[own:]]
+    return list(accumulate(each, mul, initial=1.0))
 
 
 def _outcome_shares(reach: list[float]) -> list[float]:

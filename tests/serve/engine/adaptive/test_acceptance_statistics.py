@@ -7,9 +7,9 @@ import pytest
 
 from decoding.engine_requests import make_request
 from mars_platform.method.mode import Confidence, Mode
-from mars_serve.engine.adaptive.acceptance_statistics import AcceptanceStatistics
+from mars_serve.engine.adaptive.acceptance_statistics import AcceptanceStatistics, bin_of
 from mars_serve.engine.decoding_options import Sampling
-from mars_serve.engine.request import LoraReference, Request
+from mars_serve.engine.request import Draft, LoraReference, Request
 
 MAX_WINDOW = 4
 
@@ -28,7 +28,7 @@ def teach(
 
 
 def estimate(statistics: AcceptanceStatistics, row: Request) -> list[float]:
-    return [float(chance) for chance in statistics.probabilities([row])[0]]
+    return [float(chance) for chance in statistics.probabilities([row])[0, :MAX_WINDOW]]
 
 
 def test_only_proposed_depths_behind_accepted_ones_give_evidence() -> None:
@@ -43,6 +43,24 @@ def test_only_proposed_depths_behind_accepted_ones_give_evidence() -> None:
     assert estimate(statistics, row)[3] == pytest.approx(prior)
 
 
+def test_drafts_are_as_likely_as_those_of_their_confidence_were() -> None:
+    """The third of four drafts is wrong in each step, so the fourth gives no evidence."""
+    statistics, row = AcceptanceStatistics(MAX_WINDOW), make_request(mode=Mode.EXACT)
+    confidences = [0.75, 0.75, 0.9, 0.5]
+    row.drafts = [Draft(7, confidence) for confidence in confidences]
+    before, right, wrong, unknown = (
+        statistics.probabilities([row])[0, MAX_WINDOW:],
+        *(bin_of(confidence) for confidence in confidences[1:]),
+    )
+    assert before[right] == pytest.approx(0.75)
+    teach(statistics, row, [(4, 3)] * 40)
+    for same_kind in (row, make_request("like", mode=Mode.EXACT)):
+        after = statistics.probabilities([same_kind])[0, MAX_WINDOW:]
+        assert after[right] > 0.95
+        assert after[wrong] < 0.1
+        assert after[unknown] == pytest.approx(before[unknown])
+
+
 def test_estimates_converge_to_the_acceptance_of_each_depth() -> None:
     statistics, rows = AcceptanceStatistics(3), make_rows(8)
     source, truth = np.random.default_rng(0), np.array([0.8, 0.3, 0.6])
@@ -51,7 +69,7 @@ def test_estimates_converge_to_the_acceptance_of_each_depth() -> None:
         for row in rows:
             run = int(np.cumprod(source.random(3) < truth).sum())
             statistics.observe(row, 3, run + 1)
-    assert statistics.probabilities(rows).mean(axis=0) == pytest.approx(truth, abs=0.06)
+    assert statistics.probabilities(rows)[:, :3].mean(axis=0) == pytest.approx(truth, abs=0.06)
 
 
 def test_a_new_row_starts_from_what_rows_of_its_kind_taught() -> None:

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from decoding.engine_requests import make_request, requested_masks
 from mars_platform.method.mode import Mode
+from mars_serve.engine.adaptive.acceptance_statistics import bin_of
 from mars_serve.engine.adaptive.draft_groups import (
-    DraftChances,
+    Chances,
     candidates_of,
     chosen_masks,
     num_given_drafts,
@@ -19,7 +20,8 @@ from mars_serve.engine.decoding_options import Outcomes, Sampling
 from mars_serve.engine.request import Draft, Request
 
 MAX_WINDOW = 4
-CHANCES = DraftChances.of([0.9, 0.6, 0.5, 0.5])
+BINS = [index / 10 for index in range(12)]
+CHANCES = Chances([0.9, 0.54, 0.27, 0.135], BINS)
 
 
 def exact_row(
@@ -32,21 +34,21 @@ def exact_row(
     return row
 
 
-@pytest.mark.parametrize(
-    ("temperature", "gains"),
-    # The chances of sampled drafts of masks are those observed by depth.
-    [(0.0, [0.8 * 0.7, 0.8 * 0.7 * 0.6]), (1.0, [0.9 * 0.7, 0.9 * 0.7 * 0.6])],
-)
-def test_a_draft_from_the_text_gains_the_chance_that_it_and_all_before_it_are_right(
-    temperature: float, gains: list[float]
-) -> None:
-    row = exact_row([0.8, 0.7, 0.6], temperature=temperature)
-    row.num_lookup_drafts = 2
+def test_a_draft_from_the_text_gains_the_chance_that_it_and_all_before_it_are_right() -> None:
+    row = exact_row([0.8, 0.7, 0.6])
+    row.num_own_drafts, row.num_lookup_drafts = 1, 2
     assert num_given_drafts(row) == 1
-    *masks, looked_up = candidates_of(row, CHANCES, MAX_WINDOW)
-    assert len(masks) == 4
-    assert [each.gain for each in looked_up] == pytest.approx(gains)
-    assert [each.further for each in looked_up] == [0.0, 0.0]
+    *masks, first, second = candidates_of(row, CHANCES, MAX_WINDOW)
+    assert len(masks) == 4 * MAX_WINDOW
+    own = BINS[bin_of(0.8)]
+    assert [first, second] == [(pytest.approx(own * gain), 0.0) for gain in (0.7, 0.7 * 0.6)]
+
+
+def test_only_accepted_tokens_of_masks_that_are_not_checked_are_fed_again() -> None:
+    row = make_request(max_tokens=4, mode=Mode.THRESHOLD)
+    assert candidates_of(row, CHANCES, MAX_WINDOW) == [(0.9, 0.9), (0.54, 0.54), (0.27, 0.27)]
+    for least_gain, num_masks in [(0.2, 3), (0.22, 2), (0.35, 2), (0.36, 1), (0.48, 0), (1.0, 0)]:
+        assert chosen_masks(row, CHANCES, MAX_WINDOW, least_gain) == (num_masks,)
 
 
 @pytest.mark.parametrize(
@@ -56,8 +58,12 @@ def test_a_draft_from_the_text_gains_the_chance_that_it_and_all_before_it_are_ri
         # The outcomes have 0.2, 0.4, 0.36 and 0.04; the third draft is right with 0.04, and is
         # left out, so that the last outcome has 0.4.
         (0.1, (1, 2, 2)),
-        (0.25, (0, 1, 1)),  # 0.36 tokens for 1.4 positions
-        (0.3, (0, 0, 0)),
+        # The second draft gains 0.15 more than its position, but the outcome before it has 0.8
+        # without it, and so a mask that gains 0.27 more than its positions.
+        (0.25, (0, 1)),
+        (0.3, (0, 1)),
+        (0.39, (0, 1)),
+        (0.41, (0, 0)),
         (0.5, (0, 0)),
         (0.95, (0,)),
         (float("inf"), (0,)),
@@ -75,14 +81,14 @@ def test_masks_are_chosen_and_drafts_pruned_by_the_least_gain(
 def test_without_drafts_a_mask_must_gain_for_itself_and_for_the_draft_that_it_becomes(
     least_gain: float, num_masks: int
 ) -> None:
-    chances = DraftChances.of([0.9, 0.6, 0.5, 0.95])  # all up to each: .9, .54, .27 and .2565
+    chances = Chances([0.9, 0.54, 0.27, 0.2565], BINS)
     assert chosen_masks(exact_row([]), chances, MAX_WINDOW, least_gain) == (num_masks,)
-    assert chosen_masks(exact_row([]), DraftChances.of([]), 0, least_gain) == (0,)
+    assert chosen_masks(exact_row([]), Chances([], BINS), 0, least_gain) == (0,)
 
 
 @given(
     st.lists(st.floats(0.0, 1.0), max_size=MAX_WINDOW),
-    st.integers(1, 9),
+    st.integers(1, 12),
     st.sampled_from([0.0, 1.0]),
     st.floats(1e-6, 1.5),
 )
@@ -98,10 +104,13 @@ def test_no_mask_is_fed_past_the_last_token(
         for outcome, num_masks in enumerate(masks):
             # The outcome gives outcome + 1 tokens, and the step after it one without drafts.
             assert 0 <= num_masks <= max(0, min(MAX_WINDOW, num_left - outcome - 2))
-    shares = [found[0].gain for found in candidates_of(row, CHANCES, MAX_WINDOW) if found]
-    assert sum(shares) <= CHANCES.each[0] + 1e-9
-    if num_left > MAX_WINDOW + 2:
-        assert sum(shares) == pytest.approx(CHANCES.each[0])  # exactly one outcome occurs
+    gained, most = (
+        sum(gain for gain, _ in candidates_of(row, CHANCES, MAX_WINDOW)),
+        sum(CHANCES.masks),
+    )
+    assert gained <= most + 1e-9
+    if num_left > 2 * MAX_WINDOW + 1:
+        assert gained == pytest.approx(most)  # exactly one outcome occurs
 
 
 @pytest.mark.parametrize(
