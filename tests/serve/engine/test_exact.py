@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle, islice
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +22,11 @@ from mars_platform.checkpoint.directory import Checkpoint
 from mars_platform.method import reference
 from mars_platform.method.mode import Mode
 from mars_serve.engine.attention.gathered import GatheredAttention
-from mars_serve.engine.batch import BatchRow
+from mars_serve.engine.batch import BatchRow, StepBatch
 from mars_serve.engine.decoding_options import DecodingOptions, Outcomes
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.execution.forward import Launched
+from mars_serve.engine.execution.graphs import ForwardOutput
 from mars_serve.engine.execution.proposals import unpack
 from mars_serve.engine.outputs import StepOutput
 from mars_serve.engine.request import Request
@@ -96,6 +98,20 @@ def test_every_layout_gives_the_output_of_mode_ar(
 
 
 # Fed positions
+
+
+def test_steps_are_padded_by_a_sixteenth_at_most(
+    engine: Engine, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, padding = engine._runner._forward, list[float]()
+
+    def note(batch: StepBatch, *others: Any) -> ForwardOutput:
+        padding.append(len(batch.ids) / batch.num_positions - 1.0)
+        return forward(batch, *others)
+
+    monkeypatch.setattr(engine._runner, "_forward", note)
+    run(engine, [Request(str(i), list(prompt), EXACT) for i, prompt in enumerate(prompts)])
+    assert 0.0 < max(padding) <= 1 / 16
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ class Accepted:
     next_drafts: list[Draft] = field(default_factory=list)
     """Drafts for the next step, behind the tokens."""
     num_masks_tried: int = 0
-    """Proposals of the model's own masks to which a rule was applied."""
+    """Proposals of the model's own masks of which the step tells whether they were right."""
     num_masks_accepted: int = 0
     """Leading proposals among them that were accepted."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -114,12 +114,18 @@ def _by_check(
     num_right = count - 1
     begin = row.num_proposed + sum(row.masks[:num_right])
     behind = slice(begin, begin + row.masks[num_right])
-    num_own = min(row.num_drafts, row.request.num_own_drafts)
+    num_own = row.request.num_own_drafts
+    num_tried, num_own_right = min(row.num_drafts, num_own), min(num_right, num_own)
+    if num_right == row.num_drafts < num_own:
+        # The next draft was not worth a position, but the token in its place has come all the same.
+        # Without it, only drafts that seem likely would be counted.
+        num_tried += 1
+        num_own_right += row.request.drafts[num_right].token == tokens[num_right]
     return Accepted(
         tokens[:count],
         confidences[:count],
         num_right=num_right,
         next_drafts=list(map(Draft, tokens[behind], confidences[behind])),
-        num_masks_tried=num_own,
-        num_masks_accepted=min(num_right, num_own),
+        num_masks_tried=num_tried,
+        num_masks_accepted=num_own_right,
     )

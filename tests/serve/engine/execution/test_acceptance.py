@@ -312,6 +312,17 @@ def test_a_row_continues_with_the_group_of_its_outcome(num_own, count):
     )
 
 
+@pytest.mark.parametrize(("draft", "num_right"), [(8, 2), (5, 1)])
+def test_a_draft_that_was_not_fed_is_compared_with_the_token_in_its_place(draft, num_right):
+    request = make_request(mode=Mode.EXACT)
+    request.set_drafts([Draft(token, 0.5) for token in (7, draft, 9)])
+    found = accept(make_row(request, 1, (0, 0)), READS[:2], CONFIDENCES[:2], 2)
+    assert (found.num_masks_tried, found.num_masks_accepted) == (2, num_right)
+    assert found.num_right == 1
+    found = accept(make_row(request, 1, (0, 0)), READS[:2], CONFIDENCES[:2], 1)
+    assert (found.num_masks_tried, found.num_masks_accepted) == (1, 0)
+
+
 def test_an_outcome_without_masks_leaves_no_drafts():
     row = make_row(make_request(mode=Mode.EXACT), 1, (0, 0, 2))
     assert accept(row, READS[:5], CONFIDENCES[:5], 2).next_drafts == []
