@@ -11,7 +11,7 @@ accepted tokens are fed in the next step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, takewhile
 from operator import mul
 from typing import NamedTuple
 
@@ -70,9 +70,8 @@ def chosen_masks(
         counts = [sum(gain / (1.0 + gain) >= least_gain for gain in chances.masks)]
     else:
         if request.drafts:
-            reach = _reach(request, chances)
-            num_checked = _num_checked(reach, chances.masks, least_gain)
-            shares = _outcome_shares(reach[: num_checked + 1])
+            reach = takewhile(least_gain.__le__, _reach(request, chances))
+            shares = _outcome_shares(list(reach) or [1.0])
         counts = [
             sum(share * gain / (1.0 + share) >= least_gain for gain in chances.masks)
             for share in shares
@@ -81,28 +80,6 @@ def chosen_masks(
         min(count, plan.num_masks(window, num_left, outcome)) if count else 0
         for outcome, count in enumerate(counts)
     )
-
-
-def _num_checked(reach: Sequence[float], gains: Sequence[float], least_gain: float) -> int:
-    """Return how many leading drafts to check, such that they and masks behind them gain most.
-
-    A doubtful draft has a chance, but without it the masks behind the drafts before it are of more
-    use: the more outcomes there are, the fewer of them are worth masks.
-    """
-
-    def surplus(share: float) -> float:
-        least = least_gain * (1.0 + share)
-        return sum(share * gain - least for gain in gains if share * gain > least)
-
-    most, num_checked, gained = surplus(1.0), 0, 0.0
-    for count, (before, chance) in enumerate(pairwise(reach), start=1):
-        if chance < least_gain:
-            break
-        gained += chance - least_gain + surplus(before - chance)
-        total = gained + surplus(chance)
-        if total >= most:
-            most, num_checked = total, count
-    return num_checked
 
 
 def _reach(request: Request, chances: Chances) -> list[float]:

@@ -58,12 +58,8 @@ def test_only_accepted_tokens_of_masks_that_are_not_checked_are_fed_again() -> N
         # The outcomes have 0.2, 0.4, 0.36 and 0.04; the third draft is right with 0.04, and is
         # left out, so that the last outcome has 0.4.
         (0.1, (1, 2, 2)),
-        # The second draft gains 0.15 more than its position, but the outcome before it has 0.8
-        # without it, and so a mask that gains 0.27 more than its positions.
-        (0.25, (0, 1)),
-        (0.3, (0, 1)),
-        (0.39, (0, 1)),
-        (0.41, (0, 0)),
+        (0.25, (0, 1, 1)),  # 0.36 tokens for 1.4 positions
+        (0.3, (0, 0, 0)),
         (0.5, (0, 0)),
         (0.95, (0,)),
         (float("inf"), (0,)),
