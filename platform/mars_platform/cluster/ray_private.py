@@ -30,6 +30,8 @@ _AGENT_PORTS = (
     "dashboard_agent_listen_port",
     "runtime_env_agent_port",
 )
+_LATER = ("/bin/sh", "-c", 'sleep 10; exec "$@"', "sh")
+"""Beginning of a command that is to run behind a start's busy seconds."""
 _START_S, _START_LOOP_S = 30.0, 0.05
 """Seconds that a start takes for the most part, and between two looks of Serve's controller in
 them."""
@@ -73,10 +75,12 @@ def clusters_without_helpers() -> Iterator[None]:
     send the workers' logs to this process, which does not ask for them; the API server, for which
     the start waits, does nothing where the dashboard is off. Nor does the raylet wait until its
     agents, whose modules take seconds to read, have chosen their ports. One of these would be that
-    of any other cluster on this machine, too. Relies on the methods of ``Node`` that start the
-    three, on its parameters, and on the files for ports: ``ray.init`` has no option for any.
+    of any other cluster on this machine, too. The agent that exports metrics, a further CPU second,
+    begins 10 s later. Relies on the methods of ``Node`` that start the three, on its parameters, on
+    the files for ports, and on the function that builds the agents' commands: ``ray.init`` has no
+    option for any.
     """
-    from ray._private import ray_constants
+    from ray._private import ray_constants, services
     from ray._private.node import Node
     from ray._raylet import persist_port  # type: ignore[attr-defined]  # its stub lacks it
 
@@ -88,13 +92,20 @@ def clusters_without_helpers() -> Iterator[None]:
             setattr(node._ray_params, name, port)
             persist_port(node._session_dir, node._node_id, name, port)
 
+    def command_of(component: str, *others: Any) -> list[str]:
+        is_late = component == ray_constants.PROCESS_TYPE_DASHBOARD_AGENT
+        return [*(_LATER if is_late else ()), *build(component, *others)]
+
     before = Node.start_monitor, Node.start_log_monitor, Node.start_api_server
+    build = services._build_python_executable_command_memory_profileable
+    services._build_python_executable_command_memory_profileable = command_of
     Node.start_monitor = Node.start_log_monitor = lambda _node: None
     Node.start_api_server = start_no_api_server
     try:
         yield
     finally:
         Node.start_monitor, Node.start_log_monitor, Node.start_api_server = before
+        services._build_python_executable_command_memory_profileable = build
 
 
 def poll_serve_often(period_s: float) -> None:

@@ -41,10 +41,12 @@ def test_no_private_name_of_ray_stands_outside_its_file():
 
 
 def test_the_helpers_of_a_node_are_back_after_the_block():
+    from ray._private import services
     from ray._private.node import Node
 
     def helpers():
-        return (Node.start_monitor, Node.start_log_monitor, Node.start_api_server)
+        agents = services._build_python_executable_command_memory_profileable
+        return (Node.start_monitor, Node.start_log_monitor, Node.start_api_server, agents)
 
     before = helpers()
     with ray_private.clusters_without_helpers():
