@@ -70,6 +70,11 @@ class Mixing(Protocol):
 _MIXING: ContextVar[Mixing] = ContextVar("marsray_mixing")
 
 
+def mixing_now() -> Mixing:
+    """Return what is bound in this thread."""
+    return _MIXING.get()
+
+
 @contextmanager
 def bound(mixing: Mixing) -> Iterator[None]:
     """Have models in this thread mix positions by ``mixing``."""

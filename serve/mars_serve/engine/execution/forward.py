@@ -17,6 +17,7 @@ from mars_serve.engine.attention.interface import Attention
 from mars_serve.engine.attention.mixed import InPlace
 from mars_serve.engine.batch import COARSE, FINE, build_batch
 from mars_serve.engine.decoder.adapter import adapt_layers, step_adapters
+from mars_serve.engine.decoder.merged import merge_layers
 from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.device.transfer import HostCopy
 from mars_serve.engine.execution.acceptance import Accepted, accept, num_accepted
@@ -135,6 +136,8 @@ class ModelRunner:
             sizes = {"num_slots": num_slots, "rank": max_rank}
             is_fixed = isinstance(attention, InPlace)
             adapt_layers(model, mask_token_id, is_fixed=is_fixed, **sizes)
+            if not is_fixed and states is None:
+                merge_layers(model)
         pack_linears(model, timed=not batch_invariant)
         if batch_invariant:
             tile_linears(model, _TILE)

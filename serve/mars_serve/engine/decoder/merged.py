@@ -1,0 +1,204 @@
+"""Decoder layers whose products of the same input are one, for steps that run eagerly.
+
+On a CPU a decoding step spends as long between operators as in them, so a layer of the usual kind
+(norm, attention, norm, gated MLP, each added to its input) runs as few as there can be. Which
+layers are of that kind is found by trying: a merged layer has to compute what transformers' own
+does with the hidden states of some tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from mars_platform.mixing.bind import AttentionCall, bound, mixing_now
+from mars_platform.mixing.head import decoder_of, layers_of
+
+_PARTS = {
+    "": {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"},
+    "self_attn": {"q_proj", "k_proj", "v_proj", "o_proj"},
+    "mlp": {"gate_proj", "up_proj", "down_proj", "act_fn"},
+}
+_HEAD_NORMS = {"q_norm", "k_norm"}
+_NUM_TRIED = 5
+_CLOSE = {torch.float32: 1e-3, torch.float64: 1e-9}
+"""Largest mean difference from transformers' own layer, relative to the mean of its numbers."""
+_CLOSE_NARROW = 5e-2
+"""The same in narrow types, whose roundings differ; other ways to compute give a tenth or more."""
+
+
+class MergedLinear(nn.Module):
+    """Linear layers of one input side by side, as one product if none has an adapter."""
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        super().__init__()
+        self.sizes = [layer.out_features for layer in layers]
+        self.layers = nn.ModuleList(layers)
+        if all(type(layer) is nn.Linear for layer in layers):
+            self.layers = nn.ModuleList([_merge(layers)])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map [..., in_features] to the outputs of all layers, [..., sum of out_features]."""
+        outputs = [layer(inputs) for layer in self.layers]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+
+class MergedLayer(nn.Module):
+    """A decoder layer that attends by what is bound, called as transformers calls its own."""
+
+    def __init__(self, layer: Any, call: AttentionCall) -> None:
+        """Take over a layer's parts; ``call`` is what the layer says when it attends."""
+        super().__init__()
+        own, mlp = layer.self_attn, layer.mlp
+        none = torch.empty(0)
+        self._call = call._replace(query=none, key=none, value=none)
+        self._heads = [call.query.shape[1], call.key.shape[1], call.value.shape[1]]
+        self._head_dim = call.query.shape[-1]
+        self.attention_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
+        self.query_norm, self.key_norm = getattr(own, "q_norm", None), getattr(own, "k_norm", None)
+        self.qkv = MergedLinear([own.q_proj, own.k_proj, own.v_proj])
+        self.gate_up = MergedLinear([mlp.gate_proj, mlp.up_proj])
+        self.output, self.down, self._activation = own.o_proj, mlp.down_proj, mlp.act_fn
+
+    def forward(
+        self, hidden_states: Tensor, *_: Any, position_embeddings: tuple[Tensor, Tensor], **__: Any
+    ) -> Tensor:
+        """Map hidden states [1, positions, hidden_size] to those of the next layer."""
+        attended = self.output(self._attend(self.attention_norm(hidden_states), position_embeddings))
+        hidden_states = hidden_states + attended
+        gate, up = self.gate_up(self.mlp_norm(hidden_states)).chunk(2, dim=-1)
+        product: Tensor = self.down(self._activation(gate).mul_(up))
+        return product.add_(hidden_states)
+
+    def _attend(self, normed: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        heads = self.qkv(normed).view(*normed.shape[:2], -1, self._head_dim)
+        query, key, value = torch.split(heads, self._heads, dim=2)
+        if self.query_norm is None or self.key_norm is None:
+            rotated = _rotate(heads[:, :, : -self._heads[2]], rotation)
+            query, key = torch.split(rotated, self._heads[:2], dim=2)
+        else:
+            query = _rotate(self.query_norm(query), rotation)
+            key = _rotate(self.key_norm(key), rotation)
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+        call = self._call._replace(query=query, key=key, value=value)
+        return mixing_now().attend(call).flatten(2)
+
+
+def _rotate(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate the two halves of heads, [1, positions, heads, head_dim]."""
+    cos, sin = (part.unsqueeze(2) for part in rotation)
+    first, second = heads.chunk(2, dim=-1)
+    return torch.addcmul(heads * cos, torch.cat([-second, first], dim=-1), sin)
+
+
+@torch.no_grad()
+def _merge(layers: Sequence[nn.Linear]) -> nn.Linear:
+    weight = torch.cat([layer.weight for layer in layers])
+    merged = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    merged.weight = nn.Parameter(weight, requires_grad=False)
+    biases = [layer.bias for layer in layers]
+    if any(bias is not None for bias in biases):
+        each = zip(layers, biases, strict=True)
+        zeros = [layer.weight.new_zeros(layer.out_features) if b is None else b for layer, b in each]
+        merged.bias = nn.Parameter(torch.cat(zeros), requires_grad=False)
+    return merged
+
+
+@torch.inference_mode()
+def merge_layers(model: PreTrainedModel) -> int:
+    """Replace a model's layers, in place, by merged ones that compute the same; return how many.
+
+    Its attention has to be what is bound, and its adapters those of an engine's steps. Layers are
+    replaced one by one, so that at most one is held twice.
+    """
+    layers = layers_of(model)
+    usual = [index for index, layer in enumerate(layers) if _has_usual_parts(layer)]
+    count = 0
+    for index, trial in zip(usual, _try([layers[index] for index in usual], model), strict=True):
+        merged = trial.merged(layers[index])
+        if merged is not None:
+            layers[index] = merged
+            count += 1
+    return count
+
+
+def _has_usual_parts(layer: nn.Module) -> bool:
+    parts = {name: set[str]() for name in _PARTS}
+    for name, _ in layer.named_modules():
+        parent, _, own = name.rpartition(".")
+        parts.setdefault(parent, set()).add(own)
+    return all(parts[name] - {"", *_HEAD_NORMS} == _PARTS[name] for name in _PARTS)
+
+
+class _Recorder:
+    """Attends causally, and keeps the last call."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """See `mars_platform.mixing.bind.Mixing`."""
+        self.call = call
+        dtype = call.value.dtype  # some families rotate in float32
+        parts = call.query.to(dtype), call.key.to(dtype), call.value
+        output = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
+        return output.transpose(1, 2)
+
+
+class _Trial(NamedTuple):
+    """What a layer of transformers did with some hidden states."""
+
+    inputs: tuple[Any, ...]
+    """The hidden states, [1, positions, hidden_size], and other arguments."""
+    named: dict[str, Any]
+    output: Any
+    call: AttentionCall
+
+    def merged(self, layer: Any) -> MergedLayer | None:
+        """Return the layer in merged form, or None if that does something else."""
+        rotation, attention = self.named.get("position_embeddings"), layer.self_attn
+        query, key, value = parts = self.call[1:4]
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        if not (
+            isinstance(rotation, tuple)
+            and isinstance(self.output, Tensor)
+            and rotation[0].shape[-1] == query.shape[-1] == key.shape[-1] == value.shape[-1]
+            and all(
+                part.shape[1] * part.shape[-1] == projection.out_features
+                for part, projection in zip(parts, projections, strict=True)
+            )
+        ):
+            return None
+        recorder, merged = _Recorder(), MergedLayer(layer, self.call)
+        with bound(recorder):
+            output = merged(*self.inputs, **self.named)
+        pairs = [(self.output - self.inputs[0], output - self.inputs[0])]
+        pairs += zip(parts, recorder.call[1:4], strict=True)
+        return merged if all(_are_close(*pair) for pair in pairs) else None
+
+
+def _try(layers: Sequence[nn.Module], model: PreTrainedModel) -> list[_Trial]:
+    """Run a model on some tokens, and return what each of these layers did."""
+    if not layers:
+        return []
+    recorder, trials = _Recorder(), list[_Trial]()
+
+    def keep(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        trials.append(_Trial(inputs, named, output, recorder.call))
+
+    hooks = [layer.register_forward_hook(keep, with_kwargs=True) for layer in layers]
+    weight: Any = model.get_input_embeddings().weight
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(len(weight), (1, _NUM_TRIED), generator=generator).to(weight.device)
+    with bound(recorder):
+        decoder_of(model)(input_ids=ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return trials
+
+
+def _are_close(own: Tensor, other: Tensor) -> bool:
+    difference = (own.float() - other.float()).abs().mean()
+    return bool(difference <= _CLOSE.get(own.dtype, _CLOSE_NARROW) * own.float().abs().mean())

@@ -1,0 +1,103 @@
+"""Merged layers are taken where they compute what transformers' own layers do, and only there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decoding.families import build_family
+from mars_platform.mixing.bind import ATTENTION_NAME, AttentionCall, bound
+from mars_platform.mixing.head import decoder_of, layers_of
+from mars_serve.engine.decoder.adapter import adapt_layers, step_adapters
+from mars_serve.engine.decoder.merged import MergedLayer, merge_layers
+
+USUAL: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("exaone", "gemma", "granite", "llama", "mistral", "olmo", "qwen3"), {}),
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 8},
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "ernie4_5": {},  # rotates neighbouring numbers of a head
+    "gemma2": {},  # has further norms
+    "glm4_moe": {},  # rotates a part of a head
+    "granite": {"residual_multiplier": 0.7},
+    "mixtral": {},
+    "starcoder2": {},
+}
+
+
+class Causal:
+    def attend(self, call: AttentionCall) -> Tensor:
+        dtype = call.value.dtype
+        parts = call.query.to(dtype), call.key.to(dtype), call.value
+        attended = F.scaled_dot_product_attention(
+            *parts, is_causal=True, scale=call.scaling, enable_gqa=True
+        )
+        return attended.transpose(1, 2)
+
+
+def hidden(model: PreTrainedModel) -> Tensor:
+    with bound(Causal()), torch.inference_mode():
+        ids = torch.arange(4, 28)[None]
+        output: Tensor = decoder_of(model)(input_ids=ids, use_cache=False)[0]
+    return output
+
+
+def built(family: str, dtype: torch.dtype, **changes: Any) -> PreTrainedModel:
+    model = build_family(family, **changes).to(dtype)
+    model.set_attn_implementation(ATTENTION_NAME)
+    for name, weight in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(weight)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", USUAL)
+def test_usual_layers_are_merged_and_give_the_same(family: str, dtype: torch.dtype) -> None:
+    model = built(family, dtype, **USUAL[family])
+    own = hidden(model)
+
+    assert merge_layers(model) == len(layers_of(model))
+
+    assert all(isinstance(layer, MergedLayer) for layer in layers_of(model))
+    difference = (hidden(model) - own).abs().mean() / own.abs().mean()
+    assert difference < (1e-5 if dtype == torch.float32 else 0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_layers_stay(family: str, dtype: torch.dtype) -> None:
+    model = built(family, dtype, **OTHERS[family])
+    before = list(layers_of(model))
+
+    assert merge_layers(model) == 0
+
+    assert list(layers_of(model)) == before
+
+
+def test_layers_of_which_some_projections_have_slots_are_merged_with_them() -> None:
+    model = built("qwen2", torch.float32)
+    adapt_layers(model, is_fixed=False, num_slots=1, rank=2)
+    adapters = step_adapters(model)
+    assert adapters is not None
+    with torch.inference_mode():
+        for name, layer in adapters.layers.items():
+            if name.endswith(("q_proj", "down_proj")):
+                down, up = torch.randn(2, layer.in_features), torch.randn(layer.out_features, 2)
+                layer.load(0, (down, up), 1.0)
+    slots = torch.arange(24) % 2 - 1  # every other position has none
+    adapters.set(None, slots)
+    own = hidden(model)
+    adapters.set(None, None)
+
+    assert merge_layers(model) == len(layers_of(model))
+
+    adapters.set(None, slots)
+    torch.testing.assert_close(hidden(model), own, atol=1e-5, rtol=1e-5)
+    adapters.set(None, None)
+    assert not torch.allclose(hidden(model), own, atol=1e-2)
