@@ -1,9 +1,9 @@
 """Decoder layers whose products of the same input are one, for steps that run eagerly.
 
-On a CPU a decoding step spends as long between operators as in them, so a layer of the usual kind
-(norm, attention, norm, gated MLP, each added to its input) runs as few as there can be. Which
-layers are of that kind is found by trying: a merged layer has to compute what transformers' own
-does with the hidden states of some tokens.
+On a CPU a decoding step of a small model spends as long between operators as in them, so a layer of
+the usual kind (norm, attention, norm, gated MLP, each half added to its input) runs as few as there
+can be. Which layers are of that kind is found by trying: a merged layer has to compute what
+transformers' own does with the hidden states of some tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class MergedLinear(nn.Module):
 
     def __init__(self, layers: Sequence[Any]) -> None:
         super().__init__()
-        self.sizes = [layer.out_features for layer in layers]
         self.layers = nn.ModuleList(layers)
         if all(type(layer) is nn.Linear for layer in layers):
             self.layers = nn.ModuleList([_merge(layers)])
@@ -62,15 +61,15 @@ class MergedLayer(nn.Module):
         self.attention_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
         self.query_norm, self.key_norm = getattr(own, "q_norm", None), getattr(own, "k_norm", None)
         self.qkv = MergedLinear([own.q_proj, own.k_proj, own.v_proj])
-        self.gate_up = MergedLinear([mlp.gate_proj, mlp.up_proj])
-        self.output, self.down, self._activation = own.o_proj, mlp.down_proj, mlp.act_fn
+        self.output, self.gate_up = own.o_proj, MergedLinear([mlp.gate_proj, mlp.up_proj])
+        self.down, self._activation = mlp.down_proj, mlp.act_fn
 
     def forward(
         self, hidden_states: Tensor, *_: Any, position_embeddings: tuple[Tensor, Tensor], **__: Any
     ) -> Tensor:
         """Map hidden states [1, positions, hidden_size] to those of the next layer."""
-        attended = self.output(self._attend(self.attention_norm(hidden_states), position_embeddings))
-        hidden_states = hidden_states + attended
+        normed = self.attention_norm(hidden_states)
+        hidden_states = hidden_states + self.output(self._attend(normed, position_embeddings))
         gate, up = self.gate_up(self.mlp_norm(hidden_states)).chunk(2, dim=-1)
         product: Tensor = self.down(self._activation(gate).mul_(up))
         return product.add_(hidden_states)
@@ -101,11 +100,12 @@ def _merge(layers: Sequence[nn.Linear]) -> nn.Linear:
     weight = torch.cat([layer.weight for layer in layers])
     merged = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     merged.weight = nn.Parameter(weight, requires_grad=False)
-    biases = [layer.bias for layer in layers]
-    if any(bias is not None for bias in biases):
-        each = zip(layers, biases, strict=True)
-        zeros = [layer.weight.new_zeros(layer.out_features) if b is None else b for layer, b in each]
-        merged.bias = nn.Parameter(torch.cat(zeros), requires_grad=False)
+    if any(layer.bias is not None for layer in layers):
+        biases: list[Tensor] = [
+            weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias
+            for layer in layers
+        ]
+        merged.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
     return merged
 
 

@@ -17,7 +17,13 @@ from mars_serve.engine.decoder.adapter import adapt_layers, step_adapters
 from mars_serve.engine.decoder.merged import MergedLayer, merge_layers
 
 USUAL: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("exaone", "gemma", "granite", "llama", "mistral", "olmo", "qwen3"), {}),
+    "exaone": {},
+    "gemma": {},
+    "granite": {},
+    "llama": {"attention_bias": True},
+    "mistral": {},
+    "olmo": {},
+    "qwen3": {},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 8},
 }
 OTHERS: dict[str, dict[str, Any]] = {
