@@ -24,8 +24,9 @@ again. With the two dozen steps of the grid, a warm-up on a quiet machine takes 
 seconds more than one run of each."""
 _GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Positions of the timed steps, close together at first, where times may even fall."""
-_ALWAYS_TIMED = 64
-"""Number of positions up to which every step of the grid that fits is timed."""
+_WELL_TIMED = 64
+"""Positions up to which steps are timed even if rows in mode threshold have fewer: those of mode
+exact may have more."""
 _SHORT, _LONG = 16, 512
 """Cached tokens of a row in the two kinds of steps that show the cost of reading cached tokens."""
 _FEW = 4
@@ -92,7 +93,7 @@ class StepSizes:
     max_length: int
     window: int
     widest_row: int | None = None
-    """Most positions of a timed row; by default those of a row in mode threshold."""
+    """Most positions of a timed row; by default as in mode threshold, or those of 64 a step."""
     masks_apart: bool = False
     """Whether to tell apart what a step takes longer as soon as it feeds a mask, as it does with an
     adapter. Otherwise times are those of steps as they usually are, with masks from the size on at
@@ -162,12 +163,14 @@ class _Grid:
         widest = 2 * sizes.window + 1 if sizes.widest_row is None else sizes.widest_row
         num_rows = min(sizes.max_num_seqs, pool.num_free // pool.pages_for(widest))
         assert num_rows > 0, "the pool holds a row with its window"
+        room = min(pool.num_free // num_rows * pool.page_size, sizes.max_length)
+        if sizes.widest_row is None:
+            widest = max(widest, min(_WELL_TIMED // num_rows, room // 2))
         largest = min(sizes.max_num_batched_tokens, num_rows * widest)
         # The times of longer steps are extrapolated from the last piece of the grid, which must
         # therefore be long against the noise of its ends.
-        limit = max(_ALWAYS_TIMED, 0.8 * largest)
-        positions = [count for count in _GRID if count < largest and count <= limit] + [largest]
-        room = min(pool.num_free // num_rows * pool.page_size, sizes.max_length) - widest
+        positions = [count for count in _GRID if count <= 0.8 * largest] + [largest]
+        room -= widest
         short, long = (max(0, min(tokens, room)) for tokens in (_SHORT, _LONG))
         return cls(num_rows, largest, tuple(positions), short, long)
 

@@ -105,6 +105,19 @@ NUM_STEPS = 4 + 13
 """Steps of each round with `SIZES`."""
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "num_pages", "largest"), [(1, 200, 64), (9, 200, 81), (1, 9, 18)]
+)
+def test_longer_steps_are_extrapolated_from_a_long_piece(
+    machine: Callable[..., Machine], num_rows: int, num_pages: int, largest: int
+) -> None:
+    """Rows in mode exact are wider than in mode threshold, so those of small batches are, too."""
+    ours = machine(line_s, num_pages)
+    times = measure_steps(ours.timer(), StepSizes(num_rows, 999, 999, window=4), repeats=1)
+    assert times.positions[-1] == largest
+    assert times.positions[-2] <= 0.8 * largest
+
+
 def slowdowns(times: StepTimes) -> list[float]:
     """Return how much longer steps seem to take than by `line_s`."""
     line = [0.001 + 1e-5 * count for count in times.positions]
