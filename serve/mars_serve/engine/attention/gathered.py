@@ -21,11 +21,10 @@ from mars_serve.engine.batch import BatchRow, StepBatch
 _NARROW = 16
 """Most positions of a row that is padded to a common width with other such rows."""
 _PLAIN_FROM = 2**18
-"""Least key elements at which two matrix products beat one fused call, for rows of up to `_NARROW`
+"""Least key elements at which matrix products beat one fused call, for rows of up to `_NARROW`
 positions (measured)."""
-_SPLIT_FROM, _SPLIT_HEAD = 2**20, 64
-"""Least products of a query's element with a key's, and least elements of a head, at which matrix
-products in bfloat16 beat one fused call, for rows of up to `_NARROW` positions (measured)."""
+_SPLIT_HEAD = 64
+"""Least elements of a head at which they do so in bfloat16 with more than one position as well."""
 _GROUP_COST = 150_000
 """Padding, in key elements, that takes as long as the calls of one more group (measured)."""
 _WIDTH_COST = 2_500_000
@@ -34,8 +33,24 @@ calls of one more group (measured)."""
 _KEY_BLOCK = 512
 """Number of keys in a block of torch's CPU kernel; keys are padded to a multiple of it if results
 must not depend on padding."""
+_SEEN_STEP = 64
+"""Kept keys that rows attend to are a multiple of it, since libraries prepare products of a new
+shape for a while."""
 _MOST_SCORES = 2**25
 """Most scores that two matrix products compute at once, unless one position has more."""
+_PARTS_FROM, _PART = 2**14, 128
+"""Least products of positions and keys of a row that attends by itself, and the most positions of
+it that attend in one call, to the keys that any of them sees (measured)."""
+
+
+class _Part(NamedTuple):
+    """Positions of a wide row that attend in one call."""
+
+    queries: slice
+    keys: slice
+    """Keys among which are all that the positions see."""
+    bias: Tensor
+    """float [positions, keys], as in `_Group`."""
 
 
 @dataclass(frozen=True)
@@ -50,20 +65,23 @@ class _Group:
     """int64 [2 * rows * kv_heads * pages], pages of keys, then of values, laid out by head, to be
     copied. Here and below, values that are part of their keys have none of their own."""
     bias: Tensor
-    """float [rows, 1, per_kv * width, keys], 0 for a visible key and -inf for any other; or
-    [rows, 1, width, keys], which all query heads of the one key/value head share."""
+    """float [rows, 1, per_kv * width, keys], 0 for a visible key and -inf for any other. Of a row
+    whose positions attend by themselves [1, 1, width, keys], and empty if it has parts."""
     own: Tensor | None
     """int64 [2 * own], indices of the keys of the rows' masks, then of their values, among those
-    of the step; None if there are none. If the copy is kept, all positions are among them."""
+    of the step; None if there are none. If the copy is kept, all positions are among them, and None
+    is for those of the step in order."""
     own_slots: Tensor
     """int64 [2 * own * kv_heads], their slots in the copy of the pages."""
     num_keys: list[int] | None
     """Leading keys, in whole blocks, among which are all that each position of the only row sees;
     None unless results must not depend on padding."""
+    parts: Sequence[_Part] = ()
     kept: Tensor | None = None
     """Copies that last, see `KeptRows`; None if the pages are copied for each step."""
     num_tokens: int = 0
     """Leading positions of the kept rows' own that are no masks."""
+    has_masks: bool = False
     blocks: Tensor | None = None
     """int64 [pages], where in a layer's kept copies the pages go; None for all of a copy."""
 
@@ -124,7 +142,7 @@ class GatheredAttention:
         self._heads = np.arange(group.kv_heads)
         is_kept = device.type == "cpu" and not batch_invariant and not group.is_bounded
         self._kept = KeptCopies(self._pages) if is_kept else None
-        self._may_split = self._head_dim >= _SPLIT_HEAD and _has_exact_remainders(self._pages)
+        self._may_split = _has_exact_remainders(self._pages)
 
     @property
     def keys(self) -> Tensor:
@@ -144,8 +162,9 @@ class GatheredAttention:
             narrow = [row for row in rows if row.length <= _NARROW]
             kept, left = self._kept.place(narrow)
             rows = [row for row in rows if row.length > _NARROW] + left
-        is_apart = self._batch_invariant
-        members = [[row] for row in rows] if is_apart else self._members(rows)
+        is_apart = [self._batch_invariant or self._is_wide(row) for row in rows]
+        members = [[row] for row, alone in zip(rows, is_apart, strict=True) if alone]
+        members += self._members([row for row, alone in zip(rows, is_apart, strict=True) if not alone])
         groups = [self._kept_group(each, batch) for each in kept]
         groups += [self._group(group, batch) for group in members]
         return GatheredMetadata(
@@ -219,13 +238,13 @@ class GatheredAttention:
         """Attend in one group: [rows * width, heads, head_dim], padding included."""
         rows, width, kv_heads = group.num_rows, group.width, self._layers.kv_heads
         queries = query if group.positions is None else query.index_select(0, group.positions)
+        if group.parts:
+            return self._attend_in_parts(group.parts, queries, gathered, scores)
         # Query heads that share a key/value head become further queries of it: no key is repeated.
         folded = queries.view(rows, width, kv_heads, self._per_kv, -1)
         folded = folded.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [rows, kv_heads, per_kv * width, d]
         keys, values = gathered[0], gathered[-1]
-        if group.bias.shape[2] < folded.shape[2]:  # its query heads have the one head's keys each
-            folded = folded.view(rows, -1, width, self._head_dim)
-            keys, values = (part.expand(-1, folded.shape[1], -1, -1) for part in (keys, values))
+        is_large = keys.numel() >= _PLAIN_FROM and width <= _NARROW
         if scores.softcap is not None or scores.sinks is not None:
             size = max(1, _MOST_SCORES // keys[..., 0].numel())
             sinks = self._sinks(scores, width).view(-1, folded.shape[2], 1)
@@ -237,9 +256,9 @@ class GatheredAttention:
                 ],
                 dim=2,
             )
-        elif keys.numel() > _PLAIN_FROM and width <= _NARROW and keys.dtype == torch.float32:
+        elif is_large and keys.dtype == torch.float32:
             output = _plain_attention(folded, keys, values, group.bias, scores)
-        elif self._may_split and width <= _NARROW and _is_large(folded, keys):
+        elif is_large and self._may_split and (width == 1 or self._head_dim >= _SPLIT_HEAD):
             output = _split_attention(folded, keys, values, group.bias, scores.scaling)
         else:
             output = F.scaled_dot_product_attention(
@@ -247,6 +266,31 @@ class GatheredAttention:
             )
         output = output.view(rows, kv_heads, self._per_kv, width, -1)
         return output.permute(0, 3, 1, 2, 4).reshape(rows * width, *query.shape[1:])
+
+    def _attend_in_parts(
+        self, parts: Sequence[_Part], queries: Tensor, gathered: Tensor, scores: _Scores
+    ) -> Tensor:
+        """Attend with the queries of a wide row: [width, heads, head_dim]."""
+        # Query heads that share a key/value head have its keys each, so that they share the bias.
+        by_head = queries.view(len(queries), self._layers.kv_heads, self._per_kv, -1)
+        by_head = by_head.permute(1, 2, 0, 3)  # [kv_heads, per_kv, width, head_dim]
+        keys, values = gathered[0].transpose(0, 1), gathered[-1].transpose(0, 1)
+        outputs = []
+        for part in parts:
+            own, seen = by_head[:, :, part.queries], (keys[:, :, part.keys], values[:, :, part.keys])
+            if scores.softcap is None and scores.sinks is None:
+                seen = tuple(each.expand(-1, self._per_kv, -1, -1) for each in seen)
+                output = F.scaled_dot_product_attention(
+                    own, *seen, attn_mask=part.bias, scale=scores.scaling
+                )
+            else:
+                sinks = self._sinks(scores, own.shape[2]).unsqueeze(1)
+                bias = part.bias.repeat(self._per_kv, 1)
+                folded = own.flatten(1, 2).unsqueeze(1)
+                output = _plain_attention(folded, *seen, bias, scores._replace(sinks=sinks))
+                output = output.view(own.shape)
+            outputs.append(output)
+        return torch.cat(outputs, 2).permute(2, 0, 1, 3).reshape(queries.shape)
 
     def _attend_invariantly(
         self, group: _Group, query: Tensor, gathered: Tensor, scores: _Scores
@@ -256,8 +300,7 @@ class GatheredAttention:
         queries = query if group.positions is None else query.index_select(0, group.positions)
         queries = queries.view(width, kv_heads, self._per_kv, -1)
         keys, values = gathered[0], gathered[-1]
-        bias = group.bias[0, 0].view(-1, width, 1, keys.shape[2]).transpose(0, 1)
-        bias = bias.transpose(1, 2)  # [width, 1, per_kv or 1, keys]
+        bias = group.bias.transpose(0, 2)  # [width, 1, 1, keys]
         if scores.softcap is None and scores.sinks is None:
             keys, values = (part.expand(width, -1, -1, -1) for part in (keys, values))
             output = F.scaled_dot_product_attention(
@@ -310,13 +353,17 @@ class GatheredAttention:
         if group.blocks is not None:
             blocks = pages.index_select(0, group.pages)
             copies.view(-1, pages.shape[1]).index_copy_(0, group.blocks, blocks)
-        assert group.own is not None, "rows have positions"
-        own = fresh.index_select(0, group.own)
-        own.view(self._num_parts, -1, *own.shape[1:])[:, group.num_tokens :].nan_to_num_()
+        own = fresh if group.own is None else fresh.index_select(0, group.own)
+        if group.has_masks:
+            own.view(self._num_parts, -1, *own.shape[1:])[:, group.num_tokens :].nan_to_num_()
         copies.view(-1, self._head_dim).index_copy_(
             0, group.own_slots, own.view(-1, self._head_dim)
         )
-        return copies[:, : group.num_rows]
+        return copies[:, : group.num_rows, :, : group.bias.shape[3]]
+
+    def _is_wide(self, row: BatchRow) -> bool:
+        """Whether a row attends by itself, in parts."""
+        return row.length > _NARROW and row.length * (row.num_cached + row.length) >= _PARTS_FROM
 
     def _members(self, rows: Sequence[BatchRow]) -> list[list[BatchRow]]:
         """Return the rows of each group: rows of similar length and number of keys."""
@@ -408,6 +455,9 @@ class GatheredAttention:
             slots += range(begin, begin + row.num_masks)
         mask_slots = np.array(slots, dtype=np.int64)[:, None] + self._heads * num_pages * size
         visible = self._visible(rows, first, width, num_pages * size, batch.position_ids)
+        parts = ()
+        if self._is_wide(rows[0]) and not self._batch_invariant:
+            parts, visible = self._parts(visible[0]), visible[:, :0]
         return _Group(
             num_rows=len(rows),
             width=width,
@@ -417,6 +467,7 @@ class GatheredAttention:
             own=self._twice(np.array(masks), len(batch.ids)) if masks else None,
             own_slots=self._twice(mask_slots.ravel(), pages.size * size),
             num_keys=_blocks_to(visible[0]) if self._batch_invariant else None,
+            parts=parts,
         )
 
     def _kept_group(self, kept: KeptRows, batch: StepBatch) -> _Group:
@@ -432,18 +483,22 @@ class GatheredAttention:
         own_slots = np.array(slots, dtype=np.int64)[:, None] + self._heads * num_keys
         counts = [row.num_cached + row.num_tokens for row in rows]
         fresh, blocks = self._fresh_pages(kept)
-        visible = self._visible(rows, counts, width, num_keys, batch.position_ids)
+        most = max(row.num_cached + row.length for row in rows)
+        num_seen = min(num_keys, most + -most % _SEEN_STEP)
+        visible = self._visible(rows, counts, width, num_seen, batch.position_ids)
+        is_whole = own == list(range(len(batch.ids)))
         return _Group(
             num_rows=len(rows),
             width=width,
             positions=self._positions(rows, width, len(batch.ids)),
             pages=self._twice(fresh, self._pages[0, 0, ..., 0, 0].numel()),
             bias=self._bias(visible),
-            own=self._twice(np.array(own), len(batch.ids)),
+            own=None if is_whole else self._twice(np.array(own), len(batch.ids)),
             own_slots=self._twice(own_slots.ravel(), kept.copies[0, 0, ..., 0].numel()),
             num_keys=None,
             kept=kept.copies,
             num_tokens=sum(row.num_tokens for row in rows),
+            has_masks=any(row.num_masks for row in rows),
             blocks=self._twice(blocks, kept.copies[0, 0, ..., 0].numel() // size)
             if kept.fresh
             else None,
@@ -517,11 +572,25 @@ class GatheredAttention:
             visible &= where[:, None] >= self._layers.oldest(positions)[:, :, None]
         return visible
 
+    def _parts(self, visible: NDArray[np.bool_]) -> list[_Part]:
+        """Divide the positions of a wide row by what they see, [width, keys]."""
+        width, num_keys = visible.shape
+        size = max(1, min(_PART, _MOST_SCORES // (num_keys * self._layers.heads)))
+        parts = []
+        for begin in range(0, width, size):
+            own = visible[begin : begin + size]
+            seen = np.flatnonzero(own.any(axis=0))
+            keys = slice(int(seen[0]), int(seen[-1]) + 1)
+            bias = self._float_bias(own[:, keys])
+            parts.append(_Part(slice(begin, begin + len(own)), keys, bias))
+        return parts
+
     def _bias(self, visible: NDArray[np.bool_]) -> Tensor:
-        bias = np.where(visible, np.float32(0), np.float32(-np.inf))[:, None]
-        is_shared = self._num_parts == 1 and visible.shape[1] > _NARROW  # else it would be large
-        if self._per_kv > 1 and not is_shared:
-            bias = np.tile(bias, (1, 1, self._per_kv, 1))
+        repeats = 1 if self._batch_invariant else self._per_kv
+        return self._float_bias(np.tile(visible[:, None], (1, 1, repeats, 1)))
+
+    def _float_bias(self, visible: NDArray[np.bool_]) -> Tensor:
+        bias = np.where(visible, np.float32(0), np.float32(-np.inf))
         return torch.from_numpy(bias).to(self._device, self._dtype, non_blocking=True)
 
     def _order(self, batch: StepBatch, members: list[list[BatchRow]]) -> Tensor | None:
@@ -557,10 +626,6 @@ def _blocks_to(visible: NDArray[np.bool_]) -> list[int]:
     last = visible.shape[1] - visible[:, ::-1].argmax(axis=1)
     blocks: list[int] = (-(-last // _KEY_BLOCK) * _KEY_BLOCK).tolist()
     return blocks
-
-
-def _is_large(queries: Tensor, keys: Tensor) -> bool:
-    return keys.numel() * queries.shape[2] >= _SPLIT_FROM
 
 
 def _split_attention(

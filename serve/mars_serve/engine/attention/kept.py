@@ -76,8 +76,10 @@ class KeptCopies:
         by_owner = {row.owner: row for row in rows if row.owner is not None}
         fresh = self._close_up(by_owner)
         held = {owner for rectangle in self._rectangles for owner in rectangle.owners}
-        for owner, row in by_owner.items():
-            if owner not in held and (rectangle := self._find(_num_keys(row))):
+        coming = {owner: _num_keys(row) for owner, row in by_owner.items() if owner not in held}
+        sizes = list(coming.values())
+        for index, owner in enumerate(coming):
+            if rectangle := self._find(sizes[index:]):
                 rectangle.owners.append(owner)
                 fresh.add(owner)
         kept = [
@@ -122,25 +124,26 @@ class KeptCopies:
             return False
         return row.num_cached <= self._num_valid.get(row.owner, -1)
 
-    def _find(self, num_keys: int) -> Rectangle | None:
-        """Return the rectangle with the smallest free place that is large enough, or a new one."""
-        most = max(_FEWEST_KEYS, _MOST_PADDING * num_keys)
-        fitting = [each for each in self._rectangles if num_keys <= each.num_keys <= most]
-        if not fitting:
-            copies = self._new(1, self._capacity(num_keys))
+    def _find(self, sizes: Sequence[int]) -> Rectangle | None:
+        """Return the rectangle with the smallest free place that is large enough for the first of
+        the rows that come, by their keys, or a new one with room for those like it.
+        """
+        fitting = [each for each in self._rectangles if _fits(sizes[0], each.num_keys)]
+        found = min(fitting, key=lambda each: each.num_keys, default=None)
+        num_keys = found.num_keys if found else self._capacity(sizes[0])
+        places = len(found.owners) if found else 0
+        if found is None or places == found.copies.shape[2]:
+            more = sum(_fits(size, num_keys) for size in sizes)
+            copies = self._new(places + max(1, places, more), num_keys)
             if copies is None:
                 return None
-            self._rectangles.append(Rectangle(copies))
-            return self._rectangles[-1]
-        found = min(fitting, key=lambda each: each.num_keys)
-        places = len(found.owners)
-        if places == found.copies.shape[2]:
-            copies = self._new(2 * places, found.num_keys)
-            if copies is None:
-                return None
-            copies[:, :, :places] = found.copies
-            self._num_left += found.copies.numel()
-            found.copies = copies
+            if found is None:
+                found = Rectangle(copies)
+                self._rectangles.append(found)
+            else:
+                copies[:, :, :places] = found.copies
+                self._num_left += found.copies.numel()
+                found.copies = copies
         return found
 
     def _capacity(self, num_keys: int) -> int:
@@ -159,6 +162,11 @@ class KeptCopies:
             return None
         self._num_left -= needed
         return self._pages.new_empty(size)
+
+
+def _fits(num_keys: int, place: int) -> bool:
+    """Whether a row with so many keys may have a place with so many."""
+    return num_keys <= place <= max(_FEWEST_KEYS, _MOST_PADDING * num_keys)
 
 
 def _num_keys(row: BatchRow) -> int:
