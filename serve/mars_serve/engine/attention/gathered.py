@@ -33,9 +33,6 @@ calls of one more group (measured)."""
 _KEY_BLOCK = 512
 """Number of keys in a block of torch's CPU kernel; keys are padded to a multiple of it if results
 must not depend on padding."""
-_SEEN_STEP = 64
-"""Kept keys that rows attend to are a multiple of it, since libraries prepare products of a new
-shape for a while."""
 _MOST_SCORES = 2**25
 """Most scores that two matrix products compute at once, unless one position has more."""
 _PARTS_FROM, _PART = 2**14, 128
@@ -162,9 +159,10 @@ class GatheredAttention:
             narrow = [row for row in rows if row.length <= _NARROW]
             kept, left = self._kept.place(narrow)
             rows = [row for row in rows if row.length > _NARROW] + left
-        is_apart = [self._batch_invariant or self._is_wide(row) for row in rows]
-        members = [[row] for row, alone in zip(rows, is_apart, strict=True) if alone]
-        members += self._members([row for row, alone in zip(rows, is_apart, strict=True) if not alone])
+        alone, others = list[BatchRow](), list[BatchRow]()
+        for row in rows:
+            (alone if self._batch_invariant or self._has_parts(row) else others).append(row)
+        members = [*([row] for row in alone), *self._members(others)]
         groups = [self._kept_group(each, batch) for each in kept]
         groups += [self._group(group, batch) for group in members]
         return GatheredMetadata(
@@ -277,17 +275,18 @@ class GatheredAttention:
         keys, values = gathered[0].transpose(0, 1), gathered[-1].transpose(0, 1)
         outputs = []
         for part in parts:
-            own, seen = by_head[:, :, part.queries], (keys[:, :, part.keys], values[:, :, part.keys])
+            own = by_head[:, :, part.queries]
+            key, value = keys[:, :, part.keys], values[:, :, part.keys]
             if scores.softcap is None and scores.sinks is None:
-                seen = tuple(each.expand(-1, self._per_kv, -1, -1) for each in seen)
+                key, value = (each.expand(-1, self._per_kv, -1, -1) for each in (key, value))
                 output = F.scaled_dot_product_attention(
-                    own, *seen, attn_mask=part.bias, scale=scores.scaling
+                    own, key, value, attn_mask=part.bias, scale=scores.scaling
                 )
             else:
                 sinks = self._sinks(scores, own.shape[2]).unsqueeze(1)
                 bias = part.bias.repeat(self._per_kv, 1)
                 folded = own.flatten(1, 2).unsqueeze(1)
-                output = _plain_attention(folded, *seen, bias, scores._replace(sinks=sinks))
+                output = _plain_attention(folded, key, value, bias, scores._replace(sinks=sinks))
                 output = output.view(own.shape)
             outputs.append(output)
         return torch.cat(outputs, 2).permute(2, 0, 1, 3).reshape(queries.shape)
@@ -359,11 +358,13 @@ class GatheredAttention:
         copies.view(-1, self._head_dim).index_copy_(
             0, group.own_slots, own.view(-1, self._head_dim)
         )
-        return copies[:, : group.num_rows, :, : group.bias.shape[3]]
+        return copies[:, : group.num_rows]
 
-    def _is_wide(self, row: BatchRow) -> bool:
+    def _has_parts(self, row: BatchRow) -> bool:
         """Whether a row attends by itself, in parts."""
-        return row.length > _NARROW and row.length * (row.num_cached + row.length) >= _PARTS_FROM
+        num_keys = row.num_cached + row.length
+        is_wide = row.length > _NARROW and row.length * num_keys >= _PARTS_FROM
+        return is_wide and not self._batch_invariant
 
     def _members(self, rows: Sequence[BatchRow]) -> list[list[BatchRow]]:
         """Return the rows of each group: rows of similar length and number of keys."""
@@ -455,8 +456,8 @@ class GatheredAttention:
             slots += range(begin, begin + row.num_masks)
         mask_slots = np.array(slots, dtype=np.int64)[:, None] + self._heads * num_pages * size
         visible = self._visible(rows, first, width, num_pages * size, batch.position_ids)
-        parts = ()
-        if self._is_wide(rows[0]) and not self._batch_invariant:
+        parts = list[_Part]()
+        if self._has_parts(rows[0]):
             parts, visible = self._parts(visible[0]), visible[:, :0]
         return _Group(
             num_rows=len(rows),
@@ -483,9 +484,7 @@ class GatheredAttention:
         own_slots = np.array(slots, dtype=np.int64)[:, None] + self._heads * num_keys
         counts = [row.num_cached + row.num_tokens for row in rows]
         fresh, blocks = self._fresh_pages(kept)
-        most = max(row.num_cached + row.length for row in rows)
-        num_seen = min(num_keys, most + -most % _SEEN_STEP)
-        visible = self._visible(rows, counts, width, num_seen, batch.position_ids)
+        visible = self._visible(rows, counts, width, num_keys, batch.position_ids)
         is_whole = own == list(range(len(batch.ids)))
         return _Group(
             num_rows=len(rows),
