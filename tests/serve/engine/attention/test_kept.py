@@ -90,3 +90,15 @@ def test_rows_without_room_are_left_and_places_never_exceed_the_pages() -> None:
     placed, left = step(kept, members[2:])
     assert not left
     assert fresh((placed, left)) == {"2": True}
+
+
+def test_rows_that_come_together_get_their_places_at_once() -> None:
+    kept, members = copies(), requests(20, 30, 40, 500)
+    assert [each.copies.shape[2] for each in step(kept, members)[0]] == [3, 1]
+
+
+def test_as_many_of_the_rows_that_come_are_kept_as_there_is_room_for() -> None:
+    kept, members = copies(num_pages=13), requests(20, 30, 40, 50)
+    placed, left = step(kept, members)
+    assert [row.owner for row in left] == members[:1]
+    assert [row.owner for row in placed[0].rows] == members[1:]
