@@ -23,7 +23,7 @@ SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 3}))
 
 
 class Memory:
-    """The memory of a device that holds a layer's inputs of so many positions, and no more."""
+    """The memory of a device that holds an activation of so many positions, and no more."""
 
     def __init__(self) -> None:
         self.holds = 1000  # an engine tries its model when it is made
@@ -33,9 +33,9 @@ class Memory:
         """Tensors that a pass which did not fit had made before."""
 
     def limit(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Return a copy of a model whose second layer allocates this memory."""
+        """Return a copy of a model whose second layer allocates this memory in its MLP."""
         model = copy.deepcopy(model)
-        model.model.layers[1].register_forward_pre_hook(
+        model.model.layers[1].mlp.act_fn.register_forward_pre_hook(
             lambda _module, inputs: self._allocate(inputs[0])  # a method would be copied with it
         )
         return model
