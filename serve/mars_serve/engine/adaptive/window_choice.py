@@ -39,8 +39,6 @@ _MAX_INTERVAL = 16
 """Most steps for which a choice is kept."""
 _NEXT_FEW = 8
 """Number of positions over which the cost of one further position is averaged."""
-_CAUTION = 0.97
-"""Factor of the tokens that candidates are expected to give, so that doubtful ones are not fed."""
 _LEAST_GAIN = 0.01
 """Expected tokens below which a mask is not worth its bookkeeping."""
 _SHORT_PROMPT = 32
@@ -248,8 +246,7 @@ class _Ranked(NamedTuple):
         gains, further = np.array(candidates).reshape(-1, 2).T
         returns = gains / (1.0 + further)
         order = np.argsort(-returns)
-        each = _CAUTION * gains[order], further[order]
-        tokens, fed = (np.cumsum([num_rows, *part]) for part in each)
+        tokens, fed = (np.cumsum([num_rows, *each[order]]) for each in (gains, further))
         return cls(tokens, fed, returns[order])
 
     def least_gain(self, num_chosen: int, position_cost: float) -> float:
