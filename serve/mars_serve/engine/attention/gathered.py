@@ -35,7 +35,7 @@ _KEY_BLOCK = 512
 must not depend on padding."""
 _MOST_SCORES = 2**25
 """Most scores that two matrix products compute at once, unless one position has more."""
-_PARTS_FROM, _PART = 2**14, 128
+_PARTS_FROM, _PART = 2**14, 256
 """Least products of positions and keys of a row that attends by itself, and the most positions of
 it that attend in one call, to the keys that any of them sees (measured)."""
 
