@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decoding.attention_steps import AttentionStep, RowShape
-from decoding.engine_requests import make_request
+from decoding.engine_requests import make_request, make_row
 from decoding.engines import Engines, Models, oracle, paged_attention, passes_of, run
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.method.mode import Mode
@@ -22,6 +22,7 @@ from mars_serve.engine.attention.gathered import GatheredAttention
 from mars_serve.engine.attention.interface import Attention, group_layers
 from mars_serve.engine.attention.mixed import MixedAttention
 from mars_serve.engine.attention.paged import PagedAttention
+from mars_serve.engine.batch import build_batch
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.request import Request
 
@@ -156,6 +157,7 @@ def attend(backend: str, step: AttentionStep) -> tuple[Tensor, Any]:
     [
         [(7, 1, (4,)), (0, 70, (0,)), (9, 3, (0,)), (16, 90, (2,)), (0, 2, (1,)), (5, 66, (0,))],
         [(0, 65, (0,)), (0, 64, (0,))],
+        [(120, 1, (2,)), (125, 1, (2,))],
         [(0, 1, (0,))],
         [(3, 80, (4,))],
         [(7, 1, (4, 4, 4, 4, 4)), (6, 1, (0, 2, 0, 1)), (0, 3, (2, 0)), (2, 1, (0, 0, 3))],
@@ -256,3 +258,14 @@ def test_no_row_attends_to_its_neighbours(bad: int, backend: str) -> None:
     for part in cached_of(attention):
         others = sorted(set(range(part.shape[1])) - set(row.pages))
         assert part[:, others].isfinite().all()
+
+
+def test_masks_that_are_not_finite_do_not_last_in_kept_copies() -> None:
+    step = AttentionStep([(120, 1, (2,))], torch.device("cpu"))
+    step.key[1:], step.value[1:] = torch.nan, torch.nan
+    attention, request = attend("gathered", step)[1], step.batch.rows[0].owner
+    assert request is not None
+    request.num_cached += 1
+    metadata = attention.prepare(build_batch([make_row(request, 1)], MASK))
+    first = (each[:1] for each in (step.query, step.key, step.value))
+    assert attention.attend(0, *first, step.scaling, metadata).isfinite().all()
