@@ -17,7 +17,7 @@ from mars_serve.engine.batch import BatchRow
 from mars_serve.engine.request import Request
 
 _FEWEST_KEYS = 64
-"""Keys of the smallest places, and the least by which others are larger."""
+"""Keys of the smallest places; sizes differ by half of it at least."""
 _MOST_PADDING = 2
 """Most keys of a place that a row is put into, over those that it needs."""
 
@@ -149,7 +149,7 @@ class KeptCopies:
     def _capacity(self, num_keys: int) -> int:
         """Return the keys of a place for at least so many: one of few numbers, in whole pages."""
         count, page_size = max(num_keys, _FEWEST_KEYS), self._pages.shape[4]
-        step = max(_FEWEST_KEYS, 1 << ((count - 1).bit_length() - 3))
+        step = max(_FEWEST_KEYS // 2, 1 << ((count - 1).bit_length() - 3))
         step += -step % page_size
         return -(-count // step) * step
 
