@@ -24,7 +24,7 @@ def uncollected() -> Iterator[None]:
 
 @contextmanager
 def without_torch() -> Iterator[None]:
-    """Hide torch, which takes seconds to import, from transformers, if the block imports it first.
+    """Hide torch, which takes seconds to import, from transformers, unless torch is already loaded.
 
     Its tokenizers and configurations then do without, and this process can never load a model.
     """

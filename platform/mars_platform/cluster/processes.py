@@ -115,7 +115,7 @@ def wait_until_ready(
         CommandFailed: the process ended or was not ready in time; the message starts with
             ``name``.
     """
-    import httpx  # takes a twentieth of a second, and a server's command does not wait so
+    import httpx  # it takes a twentieth of a second, which `marsray serve` need not spend
 
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

@@ -33,8 +33,7 @@ _AGENT_PORTS = (
 _LATER = ("/bin/sh", "-c", 'sleep 10; exec "$@"', "sh")
 """Beginning of a command that is to run behind a start's busy seconds."""
 _START_S, _START_LOOP_S = 30.0, 0.05
-"""Seconds that a start takes for the most part, and between two looks of Serve's controller in
-them."""
+"""Seconds that most starts take, and seconds between two looks of Serve's controller during one."""
 
 
 def job_variables(stop_wait_s: int) -> dict[str, str]:
@@ -75,8 +74,8 @@ def clusters_without_helpers() -> Iterator[None]:
     send the workers' logs to this process, which does not ask for them; the API server, for which
     the start waits, does nothing where the dashboard is off. Nor does the raylet wait until its
     agents, whose modules take seconds to read, have chosen their ports. One of these would be that
-    of any other cluster on this machine, too. The agent that exports metrics, a further CPU second,
-    begins 10 s later. Relies on the methods of ``Node`` that start the three, on its parameters, on
+    of any other cluster on this machine, too. The agent that exports metrics, which takes a further
+    CPU second, begins 10 s later. Relies on the methods of ``Node`` that start the three, on its parameters, on
     the files for ports, and on the function that builds the agents' commands: ``ray.init`` has no
     option for any.
     """
@@ -157,8 +156,8 @@ def busy_node_variables() -> dict[str, str]:
 
     Relies on internal settings. ``ray.init`` waits 30 s for a node's processes, and all workers get
     the niceness 15, so that two busy programs leave a server or a training a tenth of their speed.
-    A node reports its resources ten times a second, which takes 1% of a core. It starts workers as
-    soon as a first job connects, and lets it wait for them. A raylet that asks its object store a
+    A node reports its resources ten times a second, which takes 1% of a core. It would start
+    workers as soon as a first job connects, and the job would wait for them. A raylet that asks its object store a
     moment too early waits a second until it asks again. A node's processes wait a minute for a head
     that has ended, as one does whose whole process group gets a signal.
     """

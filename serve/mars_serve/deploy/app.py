@@ -122,7 +122,7 @@ class Ingress:
 
 
 def _import_modules(models: list[ModelSettings]) -> None:
-    """Import what an ingress replica needs, torch for none but adapters, whose layers it checks."""
+    """Import what an ingress replica needs; it needs torch only to check the layers of adapters."""
     needs_torch = any(each.adapter or each.engine.max_loras for each in models)
     with uncollected(), nullcontext() if needs_torch else without_torch():
         import mars_serve.http.app  # noqa: F401 - transformers is among it

@@ -23,9 +23,9 @@ class Chances(NamedTuple):
     """Probabilities for a request; plain lists, because every step reads single entries."""
 
     masks: Sequence[float]
-    """That all that its masks give up to each depth is right, from depth 1 on."""
+    """Probability, by depth from 1 on, that all that the request's masks give up to there is right."""
     drafts: Sequence[float]
-    """That a draft of its masks in each bin of confidence is right if all before it are."""
+    """Probability, by bin of confidence, that a draft of its masks is right if all before it are."""
 
 
 Candidate = tuple[float, float]

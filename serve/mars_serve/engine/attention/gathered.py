@@ -24,7 +24,8 @@ _PLAIN_FROM = 2**18
 """Least key elements at which matrix products beat one fused call, for rows of up to `_NARROW`
 positions (measured)."""
 _SPLIT_HEAD = 64
-"""Least elements of a head at which they do so in bfloat16 with more than one position as well."""
+"""Least elements of a head at which matrix products beat one fused call in bfloat16 with more than
+one position, too."""
 _GROUP_COST = 150_000
 """Padding, in key elements, that takes as long as the calls of one more group (measured)."""
 _WIDTH_COST = 2_500_000
@@ -62,12 +63,13 @@ class _Group:
     """int64 [2 * rows * kv_heads * pages], pages of keys, then of values, laid out by head, to be
     copied. Here and below, values that are part of their keys have none of their own."""
     bias: Tensor
-    """float [rows, 1, per_kv * width, keys], 0 for a visible key and -inf for any other. Of a row
-    whose positions attend by themselves [1, 1, width, keys], and empty if it has parts."""
+    """float [rows, 1, per_kv * width, keys], 0 for a visible key and -inf for any other. It
+    is [1, 1, width, keys] for a row whose positions attend by themselves, and empty for one with
+    parts."""
     own: Tensor | None
     """int64 [2 * own], indices of the keys of the rows' masks, then of their values, among those
-    of the step; None if there are none. If the copy is kept, all positions are among them, and None
-    is for those of the step in order."""
+    of the step; None if there are none. For a kept copy these are all positions, tokens first, and
+    None says that they are those of the step, in order."""
     own_slots: Tensor
     """int64 [2 * own * kv_heads], their slots in the copy of the pages."""
     num_keys: list[int] | None

@@ -1,6 +1,7 @@
 """One forward pass over a step's rows, and the tokens accepted from it."""
 
 import gc
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,6 +43,8 @@ from mars_serve.engine.sampling.grammar_budget import GrammarBudget, StepGrammar
 from mars_serve.engine.sampling.sampler import choose_tokens
 from mars_serve.engine.scheduled_row import ScheduledRow
 from mars_serve.engine.states.slots import States
+
+_log = logging.getLogger(__name__)
 
 OnLogits = Callable[[Tensor, Sequence[ScheduledRow]], None]
 """Function called in each step with the raw logits [reads, vocabulary], valid during the call, and
@@ -137,7 +140,7 @@ class ModelRunner:
             is_fixed = isinstance(attention, InPlace)
             adapt_layers(model, mask_token_id, is_fixed=is_fixed, **sizes)
             if not is_fixed and states is None:
-                merge_layers(model)
+                _log.info("merged layers: %d", merge_layers(model))
         pack_linears(model, timed=not batch_invariant)
         if batch_invariant:
             tile_linears(model, _TILE)

@@ -25,8 +25,8 @@ seconds more than one run of each."""
 _GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Positions of the timed steps, close together at first, where times may even fall."""
 _WELL_TIMED = 64
-"""Positions up to which steps are timed even if rows in mode threshold have fewer: those of mode
-exact may have more."""
+"""Positions that timed steps reach where there is room, even if rows in mode threshold have fewer,
+since rows in mode exact have as many."""
 _SHORT, _LONG = 16, 512
 """Cached tokens of a row in the two kinds of steps that show the cost of reading cached tokens."""
 _FEW = 4
@@ -93,7 +93,8 @@ class StepSizes:
     max_length: int
     window: int
     widest_row: int | None = None
-    """Most positions of a timed row; by default as in mode threshold, or those of 64 a step."""
+    """Most positions of a timed row; by default those of a row in mode threshold, or more where
+    steps would not reach 64 positions."""
     masks_apart: bool = False
     """Whether to tell apart what a step takes longer as soon as it feeds a mask, as it does with an
     adapter. Otherwise times are those of steps as they usually are, with masks from the size on at

@@ -31,7 +31,16 @@ OTHERS: dict[str, dict[str, Any]] = {
     "gemma2": {},  # has further norms
     "glm4_moe": {},  # rotates a part of a head
     "granite": {"residual_multiplier": 0.7},
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },  # scales queries from a position on
     "mixtral": {},
+    "olmo": {"clip_qkv": 6.0},
     "starcoder2": {},
 }
 
@@ -84,6 +93,14 @@ def test_other_layers_stay(family: str, dtype: torch.dtype) -> None:
     assert merge_layers(model) == 0
 
     assert list(layers_of(model)) == before
+
+
+def test_layers_that_rotate_nothing_stay_beside_merged_ones() -> None:
+    model = built("smollm3", torch.bfloat16, no_rope_layers=[1, 0])
+
+    assert merge_layers(model) == 1
+
+    assert [isinstance(layer, MergedLayer) for layer in layers_of(model)] == [True, False]
 
 
 def test_layers_of_which_some_projections_have_slots_are_merged_with_them() -> None:
