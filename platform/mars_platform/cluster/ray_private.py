@@ -75,9 +75,9 @@ def clusters_without_helpers() -> Iterator[None]:
     the start waits, does nothing where the dashboard is off. Nor does the raylet wait until its
     agents, whose modules take seconds to read, have chosen their ports. One of these would be that
     of any other cluster on this machine, too. The agent that exports metrics, which takes a further
-    CPU second, begins 10 s later. Relies on the methods of ``Node`` that start the three, on its parameters, on
-    the files for ports, and on the function that builds the agents' commands: ``ray.init`` has no
-    option for any.
+    CPU second, begins 10 s later. Relies on the methods of ``Node`` that start the three, on its
+    parameters, on the files for ports, and on the function that builds the agents' commands:
+    ``ray.init`` has no option for any.
     """
     from ray._private import ray_constants, services
     from ray._private.node import Node
@@ -157,9 +157,9 @@ def busy_node_variables() -> dict[str, str]:
     Relies on internal settings. ``ray.init`` waits 30 s for a node's processes, and all workers get
     the niceness 15, so that two busy programs leave a server or a training a tenth of their speed.
     A node reports its resources ten times a second, which takes 1% of a core. It would start
-    workers as soon as a first job connects, and the job would wait for them. A raylet that asks its object store a
-    moment too early waits a second until it asks again. A node's processes wait a minute for a head
-    that has ended, as one does whose whole process group gets a signal.
+    workers as soon as a first job connects, and the job would wait for them. A raylet that asks its
+    object store a moment too early waits a second until it asks again. A node's processes wait a
+    minute for a head that has ended, as one does whose whole process group gets a signal.
     """
     return {
         "RAY_gcs_rpc_server_reconnect_timeout_s": "10",

@@ -1,4 +1,6 @@
-"""Lets the worker process of Ray Serve that imports this start sooner. Imports the standard library alone.
+"""Lets the worker process of Ray Serve that imports this start sooner.
+
+Imports the standard library alone.
 
 Ray Serve imports pandas wherever it is installed, to encode answers that no server here gives. It
 costs each process of a server a third of a CPU second and tens of MB. Collecting garbage as often

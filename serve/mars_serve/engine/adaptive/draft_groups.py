@@ -23,9 +23,9 @@ class Chances(NamedTuple):
     """Probabilities for a request; plain lists, because every step reads single entries."""
 
     masks: Sequence[float]
-    """Probability, by depth from 1 on, that all that the request's masks give up to there is right."""
+    """Probability, by depth from 1 on, that all that masks give up to there is right."""
     drafts: Sequence[float]
-    """Probability, by bin of confidence, that a draft of its masks is right if all before it are."""
+    """Probability, by bin of confidence, that a mask's draft is right if all before it are."""
 
 
 Candidate = tuple[float, float]

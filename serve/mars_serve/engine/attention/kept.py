@@ -133,10 +133,11 @@ class KeptCopies:
         num_keys = found.num_keys if found else self._capacity(sizes[0])
         places = len(found.owners) if found else 0
         if found is None or places == found.copies.shape[2]:
-            more = sum(_fits(size, num_keys) for size in sizes)
-            copies = self._new(places + max(1, places, more), num_keys)
-            if copies is None:
+            room = self._num_left // self._elements(1, num_keys)
+            if room <= places:
                 return None
+            more = sum(_fits(size, num_keys) for size in sizes)
+            copies = self._new(min(room, places + max(1, places, more)), num_keys)
             if found is None:
                 found = Rectangle(copies)
                 self._rectangles.append(found)
@@ -153,15 +154,15 @@ class KeptCopies:
         step += -step % page_size
         return -(-count // step) * step
 
-    def _new(self, num_places: int, num_keys: int) -> Tensor | None:
-        """Reserve places, or return None if pages and places would take too much memory."""
+    def _elements(self, num_places: int, num_keys: int) -> int:
         layers, parts, _, heads, _, head_dim = self._pages.shape
-        size = layers, parts, num_places, heads, num_keys, head_dim
-        needed = layers * parts * num_places * heads * num_keys * head_dim
-        if needed > self._num_left:
-            return None
-        self._num_left -= needed
-        return self._pages.new_empty(size)
+        return layers * parts * num_places * heads * num_keys * head_dim
+
+    def _new(self, num_places: int, num_keys: int) -> Tensor:
+        """Reserve places, for which there has to be room."""
+        layers, parts, _, heads, _, head_dim = self._pages.shape
+        self._num_left -= self._elements(num_places, num_keys)
+        return self._pages.new_empty(layers, parts, num_places, heads, num_keys, head_dim)
 
 
 def _fits(num_keys: int, place: int) -> bool:

@@ -1,9 +1,9 @@
 """Decoder layers whose products of the same input are one, for steps that run eagerly.
 
 On a CPU a decoding step of a small model spends as long between operators as in them, so a layer of
-the usual kind (norm, attention, norm, gated MLP, each half added to its input) runs as few operators
-as there can be. Which layers are of that kind is found by trying: a merged layer has to compute what
-transformers' own does with the hidden states of some tokens.
+the usual kind (norm, attention, norm, gated MLP, each half added to its input) runs as few of them
+as there can be. Which layers are of that kind is found by trying: a merged layer has to compute
+what transformers' own does with the hidden states of some tokens.
 """
 
 from __future__ import annotations

@@ -45,13 +45,25 @@ class Accepted:
     """Proposals behind the tokens that were rejected, if the request wants them."""
 
 
-def accept(row: ScheduledRow, tokens: list[int], confidences: list[float], count: int) -> Accepted:
+def accept(
+    row: ScheduledRow,
+    tokens: list[int],
+    confidences: list[float],
+    count: int,
+    *,
+    is_drawn: bool = False,
+) -> Accepted:
     """Accept tokens of a row that read logits, from the proposals of all its reads.
 
-    The first ``count`` direct reads, as `num_accepted` returns it, are accepted.
+    The first ``count`` direct reads, as `num_accepted` returns it, are accepted. ``is_drawn`` says
+    that the number was drawn, so that tokens do not tell which drafts are right.
     """
-    by_rule = _by_check if row.request.plan.checks_drafts else _by_confidence
-    result = by_rule(row, tokens, confidences, count)
+    if row.request.plan.checks_drafts:
+        result = _by_check(row, tokens, confidences, count)
+        if not is_drawn and confidences[0] == confidences[0]:
+            _try_next_draft(row, tokens, result)
+    else:
+        result = _by_confidence(row, tokens, confidences, count)
     if row.request.options.reports_rejected:
         result.rejected = _rejected(row, tokens, confidences, result)
     return result
@@ -115,17 +127,22 @@ def _by_check(
     begin = row.num_proposed + sum(row.masks[:num_right])
     behind = slice(begin, begin + row.masks[num_right])
     num_own = row.request.num_own_drafts
-    num_tried, num_own_right = min(row.num_drafts, num_own), min(num_right, num_own)
-    if num_right == row.num_drafts < num_own:
-        # The next draft was not worth a position, but the token in its place has come all the same.
-        # Without it, only drafts that seem likely would be counted.
-        num_tried += 1
-        num_own_right += row.request.drafts[num_right].token == tokens[num_right]
     return Accepted(
         tokens[:count],
         confidences[:count],
         num_right=num_right,
         next_drafts=list(map(Draft, tokens[behind], confidences[behind])),
-        num_masks_tried=num_tried,
-        num_masks_accepted=num_own_right,
+        num_masks_tried=min(row.num_drafts, num_own),
+        num_masks_accepted=min(num_right, num_own),
     )
+
+
+def _try_next_draft(row: ScheduledRow, tokens: list[int], result: Accepted) -> None:
+    """Compare the first draft that was not worth a position with the token in its place.
+
+    Without it, only drafts that seem likely would be counted.
+    """
+    if result.num_right == row.num_drafts < row.request.num_own_drafts:
+        next_draft = row.request.drafts[result.num_right]
+        result.num_masks_tried += 1
+        result.num_masks_accepted += next_draft.token == tokens[result.num_right]

@@ -98,7 +98,7 @@ class Launched:
                 end = begin + row.num_reads
                 own = tokens[begin:end], confidences[begin:end]
                 count = num_accepted(row, *own) if counts is None else next(counts)
-                result = accept(row, *own, count)
+                result = accept(row, *own, count, is_drawn=counts is not None)
                 result.logprobs = self.reports.report(row.request, count)
                 begin = end
             results.append(result)

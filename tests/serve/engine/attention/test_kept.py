@@ -100,5 +100,5 @@ def test_rows_that_come_together_get_their_places_at_once() -> None:
 def test_as_many_of_the_rows_that_come_are_kept_as_there_is_room_for() -> None:
     kept, members = copies(num_pages=13), requests(20, 30, 40, 50)
     placed, left = step(kept, members)
-    assert [row.owner for row in left] == members[:1]
-    assert [row.owner for row in placed[0].rows] == members[1:]
+    assert [row.owner for row in left] == members[-1:]
+    assert [row.owner for row in placed[0].rows] == members[:-1]
