@@ -17,7 +17,7 @@ ARGS: dict[str, Any] = {"models": [{"name": "some/model", "path": "p"}], "insecu
 
 
 def facts_of(path: str) -> list[Any]:
-    """What an ingress replica reads of a model, as JSON."""
+    """Read a model as an ingress replica does, and return what it found, as JSON holds it."""
     from mars_serve.config.served import ServedModel, read_served
     from mars_serve.config.settings import ModelSettings
 

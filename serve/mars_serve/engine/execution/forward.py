@@ -140,7 +140,8 @@ class ModelRunner:
             is_fixed = isinstance(attention, InPlace)
             adapt_layers(model, mask_token_id, is_fixed=is_fixed, **sizes)
             if not is_fixed and states is None:
-                _log.info("merged layers: %d", merge_layers(model))
+                num_merged = merge_layers(model)
+                _log.info("layers with merged products: %d", num_merged)
         pack_linears(model, timed=not batch_invariant)
         if batch_invariant:
             tile_linears(model, _TILE)

@@ -323,6 +323,16 @@ def test_a_draft_that_was_not_fed_is_compared_with_the_token_in_its_place(draft,
     assert (found.num_masks_tried, found.num_masks_accepted) == (1, 0)
 
 
+def test_a_draft_that_was_not_fed_is_not_judged_by_a_drawn_number_or_broken_logits():
+    request = make_request(mode=Mode.EXACT)
+    request.set_drafts([Draft(token, 0.5) for token in (7, 5, 9)])
+    row = make_row(request, 1, (0, 0))
+    drawn = accept(row, READS[:2], CONFIDENCES[:2], 2, is_drawn=True)
+    assert (drawn.num_masks_tried, drawn.num_masks_accepted) == (1, 1)
+    broken = accept(make_row(request, 1, (0,)), READS[:1], [math.nan], 1)
+    assert (broken.num_masks_tried, broken.num_masks_accepted) == (0, 0)
+
+
 def test_an_outcome_without_masks_leaves_no_drafts():
     row = make_row(make_request(mode=Mode.EXACT), 1, (0, 0, 2))
     assert accept(row, READS[:5], CONFIDENCES[:5], 2).next_drafts == []
