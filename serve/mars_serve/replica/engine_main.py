@@ -77,7 +77,7 @@ def load(start: EngineStart) -> LoadedEngine:
     """Load an engine and warm it up."""
     # A core is left to what starts beside it: threads that share one wait for each other by turns,
     # for seconds. Steps get a number by the size of the model.
-    torch.set_num_threads(max(1, (start.settings.num_threads or start.num_threads) - 1))
+    torch.set_num_threads(start.settings.num_threads or max(1, start.num_threads - 1))
     engine = load_engine(start.settings)
     torch.set_num_threads(threads_for(start, engine.num_parameters))
     _warn_of_slow_bfloat16(engine)
