@@ -4,19 +4,15 @@ Imports no Ray, torch or HTTP library.
 """
 
 import json
-import logging
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from mars_platform.errors import UserError, one_line
-
-_log = logging.getLogger(__name__)
 
 
 class Settings(BaseModel):
@@ -25,31 +21,6 @@ class Settings(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=()
     )
-
-    renamed_keys: ClassVar[dict[str, str]] = {}
-    """New name of each renamed key, by its old name, which is still accepted with one warning."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _accept_renamed_keys(cls, content: Any) -> Any:
-        if not isinstance(content, dict):
-            return content
-        old_keys = [key for key in cls.renamed_keys if key in content]
-        if not old_keys:
-            return content
-        content = dict(content)
-        for old in old_keys:
-            new = cls.renamed_keys[old]
-            if new in content:
-                raise ValueError(f"{old} is the old name of {new}; give {new} alone")
-            _warn_renamed(old, new)
-            content[new] = content.pop(old)
-        return content
-
-
-@cache  # one warning per key, however often a configuration is validated
-def _warn_renamed(old: str, new: str) -> None:
-    _log.warning("config: the key %s is now called %s; rename it", old, new)
 
 
 SettingsT = TypeVar("SettingsT", bound=Settings)

@@ -111,7 +111,6 @@ def read_calibration(path: Path, block_size: int) -> Calibration | None:
     if not file.is_file():
         return None
     content = read_json(file, _REMEDY)
-    content.pop("translations", None)  # an earlier version wrote them
     calibration = build_settings(content, Calibration, source=str(file), remedy=_REMEDY)
     if len(calibration.depths) != block_size + 1:
         raise UserError(

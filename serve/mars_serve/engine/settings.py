@@ -14,12 +14,6 @@ CPU_PAGES = 2048
 class EngineSettings(Settings):
     """Sizes and options of one engine."""
 
-    renamed_keys = {  # noqa: RUF012 -- annotated in the base class
-        "max_batch": "max_num_seqs",
-        "max_positions": "max_num_batched_tokens",
-        "reuse_prefixes": "enable_prefix_caching",
-    }
-
     page_size: int | None = Field(default=None, ge=1, le=1024)
     """Tokens in a page; by default 16 on a CPU and 64 on a GPU, where any size is possible and a
     multiple of 64 is the fastest."""
