@@ -1,7 +1,8 @@
 """Shared by all tests: one trained tiny model, the option ``--full``, and the order of a run.
 
 Two processes run the suite (``pytest -n 2``): the first takes the modules that start Ray, which are
-the longer half, and the second takes the other modules.
+the longer half, and the second takes the other modules. A third one, which gives them out, waits
+for no import of torch or Ray: what needs one imports it when it runs.
 """
 
 from __future__ import annotations
@@ -13,19 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 from filelock import FileLock
 from hypothesis import settings
-from rich.console import Console
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
-
-from mars_platform.config import load_settings
-from mars_train.data.demo import write_demo_data
-from mars_train.data.demo_tasks import draw_short
-from mars_train.recipe import Recipe
-from mars_train.run.recipe_run import run_recipe
-from mars_train.run.scratch import train_tokenizer
 
 RECIPE = Path(__file__).parent / "recipe.yaml"
 _WITH_RAY = (
@@ -51,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    usual = 100 if config.getoption("--full") else 40
+    usual = 100 if config.getoption("--full") else 25
     settings.register_profile(
         "marsray",
         deadline=None,  # no test depends on how busy the machine is
@@ -72,6 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # all modules and tests, which each collection of garbage would look through again
+    gc.set_threshold(20_000)  # 700 by default, for programs that hold little
 
 
 def _turn(item: pytest.Item) -> int:
@@ -98,6 +91,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
+    import torch
+
     torch.set_num_threads(1)  # several threads are far slower on a busy machine
 
 
@@ -110,6 +105,8 @@ def _interruptible() -> None:
 @pytest.fixture(scope="session")
 def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the tokenizer of a few sentences."""
+    from mars_train.run.scratch import train_tokenizer
+
     path = tmp_path_factory.mktemp("tokenizer")
     texts = ["Count a box of 12 apples", "There are 12 apples in the box."] * 10
     train_tokenizer(texts, 300).save_pretrained(path)
@@ -148,6 +145,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 
 def _train(work: Path) -> None:
+    from rich.console import Console
+
+    from mars_platform.config import load_settings
+    from mars_train.data.demo import write_demo_data
+    from mars_train.data.demo_tasks import draw_short
+    from mars_train.recipe import Recipe
+    from mars_train.run.recipe_run import run_recipe
+
     write_demo_data(work / "data", draw_short, num_train=4000, num_eval=100, seed=1)
     recipe = load_settings(
         RECIPE,

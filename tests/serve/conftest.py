@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -24,14 +24,6 @@ from mars_train.recipe import ScratchModel
 from mars_train.run.scratch import create_model
 
 _TEXTS = [f"What is {a} plus {b}? It is {a + b}, I think." for a in range(12) for b in range(12)]
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @cache

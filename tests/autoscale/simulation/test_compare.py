@@ -72,9 +72,13 @@ def simulate_joint(trace, config):
 
 
 @pytest.fixture(scope="module")
-def policies():
-    found = compared(config_of(measured_from_s=60), trace_of())
-    return {each.name: each.figures for each in found.policies}
+def comparison():
+    return compared(config_of(measured_from_s=60), trace_of())
+
+
+@pytest.fixture(scope="module")
+def policies(comparison):
+    return {each.name: each.figures for each in comparison.policies}
 
 
 def test_the_joint_policy_trades_quality_for_waiting(policies):
@@ -129,10 +133,9 @@ def test_static_replicas_are_there_from_the_start():
     assert by_name["joint"].samples[0].num_ready == 1, "other policies start as configured"
 
 
-def test_the_picture_shows_the_loss_and_the_hours_of_every_policy():
-    found = compared(config_of(), trace_of(duration_s=120))
-    points = [each.get_offsets().tolist() for each in picture_of(found).axes[-1].collections]
-    figures = [each.figures for each in found.policies]
+def test_the_picture_shows_the_loss_and_the_hours_of_every_policy(comparison):
+    points = [each.get_offsets().tolist() for each in picture_of(comparison).axes[-1].collections]
+    figures = [each.figures for each in comparison.policies]
     assert points == [[[each.replica_hours, each.quality_loss_mean]] for each in figures]
 
 
@@ -168,7 +171,7 @@ def synthetic(**changes):
 def test_the_command_writes_table_figures_and_picture(tmp_path, capsys):
     out, picture = tmp_path / "out.json", tmp_path / "picture.png"
     options = ["--set", "replicas.max=4", "--json", str(out), "--plot", str(picture)]
-    assert run_simulate(tmp_path, CONFIG, *options, trace=trace_of(duration_s=120)) == 0
+    assert run_simulate(tmp_path, CONFIG, *options, trace=trace_of(duration_s=20)) == 0
     assert "replica-hours" in capsys.readouterr().out
     written = json.loads(out.read_text())
     joint = written["policies"][0]
@@ -190,7 +193,7 @@ def test_the_command_writes_table_figures_and_picture(tmp_path, capsys):
 def test_the_command_needs_a_trace_or_a_synthetic_one(tmp_path, capsys):
     assert run_simulate(tmp_path, CONFIG) == 2
     assert "--trace: give a file" in capsys.readouterr().err
-    assert run_simulate(tmp_path, {**CONFIG, "synthetic": synthetic(duration_s=60)}) == 0
+    assert run_simulate(tmp_path, {**CONFIG, "synthetic": synthetic(duration_s=9)}) == 0
     assert "keda" in capsys.readouterr().out
 
 
@@ -216,7 +219,7 @@ def test_the_command_shows_each_tier_of_a_trace(tmp_path, capsys):
     config = {**CONFIG, "trace": {"classes": shares}, "seeds": [0, 1]}
     out = tmp_path / "out.json"
     options = ["--json", str(out)]
-    assert run_simulate(tmp_path, config, *options, trace=trace_of(duration_s=60)) == 0
+    assert run_simulate(tmp_path, config, *options, trace=trace_of(duration_s=20)) == 0
     assert capsys.readouterr().out.count("flex") == 5, "a row for each policy"
     for policy in json.loads(out.read_text())["policies"]:
         by_tier = policy["by_class"]

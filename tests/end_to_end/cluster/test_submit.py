@@ -65,7 +65,7 @@ def submit(work, *arguments, environment=WITH_TOKEN):
 @pytest.mark.parametrize(
     "environment",
     [
-        pytest.param({**SHELL, "RAY_AUTH_MODE": "disabled"}, id="without"),
+        pytest.param({**SHELL, "RAY_AUTH_MODE": "disabled"}, id="without", marks=pytest.mark.full),
         pytest.param({**WITH_TOKEN, "RAY_AUTH_TOKEN": "wrong" * 8}, id="wrong"),
     ],
 )

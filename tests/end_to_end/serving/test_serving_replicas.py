@@ -109,7 +109,7 @@ async def every_replica_has(http, changed):
 async def test_the_live_threshold_moves_while_streams_run(http):
     """Requests with a τ of their own keep it, and no stream is lost."""
     pinned = {"confidence_threshold": 0.9}
-    bodies = [body_of(index, 150, **(pinned if index < 2 else {})) for index in range(32)]
+    bodies = [body_of(index, 120, **(pinned if index < 2 else {})) for index in range(20)]
     alone = [(await stream(http, body))[0] for body in bodies[:2]]
     await set_threshold(http, 1.0)
     running = asyncio.gather(*(stream(http, body) for body in bodies))
@@ -235,7 +235,7 @@ async def test_processes_of_ray_serve_load_no_pandas(command):
 async def test_running_streams_end_before_the_server_does(http, command):
     """This test is the last one of the server, which it ends."""
     begun = asyncio.Event()
-    body = body_of(0, 1500, mode="ar")
+    body = body_of(0, 900, mode="ar")
     running = asyncio.create_task(stream(http, body, begun.set))
     await begun.wait()
     command.send_signal(signal.SIGINT)

@@ -14,7 +14,7 @@ import ray
 import yaml
 from rich.console import Console
 
-from mars_platform.cluster.ray_private import busy_node_variables
+from mars_platform.cluster.ray_private import busy_node_variables, clusters_without_helpers
 from mars_platform.config import load_settings
 from mars_train.recipe import Recipe
 from mars_train.run.recipe_run import run_recipe
@@ -39,14 +39,15 @@ def address() -> Iterator[str]:
         patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
         for name, value in busy_node_variables().items():
             patch.setenv(name, value)
-        context = ray.init(
-            address="local",
-            num_cpus=3,  # two workers, and one for Ray Data
-            object_store_memory=200 * 2**20,
-            include_dashboard=False,
-            log_to_driver=False,
-            _temp_dir=short,
-        )
+        with clusters_without_helpers():
+            context = ray.init(
+                address="local",
+                num_cpus=3,  # two workers, and one for Ray Data
+                object_store_memory=200 * 2**20,
+                include_dashboard=False,
+                log_to_driver=False,
+                _temp_dir=short,
+            )
         yield context.address_info["gcs_address"]
         ray.shutdown()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import httpx2
 import openai
 import pytest
 from fastapi import FastAPI
+from fastapi.utils import create_model_field
 from transformers import PreTrainedTokenizerBase
 
 from decoding.local_engine_client import LocalEngineClient
@@ -19,6 +21,14 @@ from mars_platform.method import reference
 from mars_serve.config.served import Backend, ServedModel
 from mars_serve.engine.engine import Engine
 from rest.rest_server import ENGINE, Client, SingleEngineBackend, app_of, client_of, served
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _fields_made_once() -> Iterator[None]:
+    """Compile the models of routes once: tests make hundreds of applications."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fastapi.routing.create_model_field", cache(create_model_field))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ import httpx
 import psutil
 
 from mars_platform.cluster.processes import free_port
+from mars_platform.cluster.ray_private import busy_node_variables
 from waiting import wait_until
 
 BIN = Path(sys.executable).parent
@@ -61,8 +62,9 @@ def ray_head(
     }
     arguments = [f"--{name}={value}" for name, value in options.items()]
     command = [BIN / "ray", "start", "--head", "--block", "--disable-usage-stats", *arguments]
+    variables = {**busy_node_variables(), **environment}
     with Path(files, "printed").open("wb") as printed:
-        head = subprocess.Popen(command, env=dict(environment), stdout=printed, stderr=printed)
+        head = subprocess.Popen(command, env=variables, stdout=printed, stderr=printed)
     address, token = f"http://127.0.0.1:{port}", environment["RAY_AUTH_TOKEN"]
     try:
         printed_so_far = Path(files, "printed").read_text

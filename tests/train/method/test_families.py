@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -64,15 +64,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "mimo_v2_flash": {**SLIDING, **EXPERTS, "v_head_dim": 4},
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors are too small to be worth sharing."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def build(family: str) -> PreTrainedModel:

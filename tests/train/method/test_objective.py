@@ -305,8 +305,9 @@ def test_flex_attention_is_never_run_unfused_past_the_limit_of_recompilations():
 
     attend = compiled_flex_attention(0.25, backend=count)
     shapes = [(rows, blocks) for rows in (3, 1) for blocks in (2, 1, 3)]
-    for grad in (True, False):
-        for rows, blocks in shapes:
+    calls = [*((True, *shape) for shape in shapes), (False, *shapes[0])]
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for grad, rows, blocks in calls:
             batch = long_batch(blocks * FLEX_MULTIPLE, rows)
             query = torch.randn(rows, 6, batch.tokens.shape[1], 16)
             key = value = query[:, :2]
@@ -317,7 +318,7 @@ def test_flex_attention_is_never_run_unfused_past_the_limit_of_recompilations():
                 query, key, value, attn_mask=mask, scale=0.25, enable_gqa=True
             )
             torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
-    assert 8 < len(graphs) < 12  # behind torch's own limit, yet not one for each shape
+    assert 2 < len(graphs) < len(calls)  # behind the limit here, yet not one for each shape
 
 
 @torch.no_grad()

@@ -151,6 +151,11 @@ def test_losses_by_depth_equal_those_of_each_block_computed_separately(scored, s
     np.testing.assert_allclose(scored.loss_by_depth, losses_by_depth(start, file), rtol=1e-5)
 
 
+def assert_same_score(ours, expected):
+    np.testing.assert_allclose(ours.loss_by_depth, expected.loss_by_depth, rtol=1e-6)
+    assert ours.thresholds == expected.thresholds
+
+
 def test_thresholds_are_decoded_in_falling_order_from_1(scored):
     assert [each.threshold for each in scored.thresholds] == [1.0, 0.9, 0.02]
     assert scored.one_token.tokens_per_forward == 1.0
@@ -159,9 +164,15 @@ def test_thresholds_are_decoded_in_falling_order_from_1(scored):
 
 
 def test_scores_do_not_depend_on_the_number_of_workers(scored, start, file):
-    for score in run_group(score_set, 8, start, file, True):  # one has no conversation
-        np.testing.assert_allclose(score.loss_by_depth, scored.loss_by_depth, rtol=1e-6)
-        assert score.thresholds == scored.thresholds
+    for score in run_group(score_set, 2, start, file, True):
+        assert_same_score(score, scored)
+
+
+def test_a_worker_without_a_conversation_has_the_scores_of_all(start, tmp_path):
+    file = write(tmp_path / "a.jsonl", ROWS[:1])
+    (expected,) = run_group(score_set, 1, start, file, True)
+    for score in run_group(score_set, 2, start, file, True):
+        assert_same_score(score, expected)
 
 
 def test_a_model_without_masks_is_decoded_one_token_at_a_time(scored, start, file):

@@ -151,7 +151,7 @@ def test_masks_go_to_the_rows_that_use_them() -> None:
 
 @pytest.mark.parametrize(("before", "after"), [(0.9, 0.0), (0.0, 0.9)])
 def test_windows_follow_a_change_of_acceptance(before: float, after: float) -> None:
-    num_steps = 4000
+    num_steps = 2400
     acceptance = np.full((num_steps, 4), before)
     acceptance[num_steps // 4 :] = after
     _, windows = Simulation(acceptance, num_steps).chosen(CPU)
