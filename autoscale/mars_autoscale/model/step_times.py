@@ -71,6 +71,8 @@ class StepTimes:
     """Seconds at each point of the grid, ``seconds[positions][cached tokens]``."""
     mask_s: float = 0.0
     """Seconds that a step takes longer than the grid's as soon as it feeds a mask."""
+    unread: float = 1.0
+    """Share of the grid's seconds that steps take whose logits are hardly read, as in prompts."""
 
     def __post_init__(self) -> None:
         for grid in (self.positions, self.cached_tokens):
@@ -81,6 +83,7 @@ class StepTimes:
             assert len(line) == len(self.cached_tokens), "one time per number of cached tokens"
             assert all(0 < value < float("inf") for value in line), "times are positive and finite"
         assert 0 <= self.mask_s < float("inf"), "a mask makes no step faster"
+        assert 0 < self.unread <= 1, "to read logits takes time"
 
     @overload
     def at(self, positions: float, cached_tokens: float, has_masks: bool = False) -> float: ...

@@ -18,6 +18,10 @@ _SMALLEST_STEPS = 2.0
 """Time that prompts may add to a step, as a multiple of that of the smallest step with the prompt.
 Every part of a prompt reads the weights and its cached tokens anew; this bound keeps such reading
 to a third of the time at most."""
+_WAITED, _LONGEST_S = 0.25, 1.0
+"""Share of the time, of a second at most, that the first prompt has waited for its first position
+by which prompts may lengthen a step of their own key. So those that come together are computed in a
+few steps, and rows that decode pause for less than the new ones have waited."""
 _ACTIVE_S = 10.0
 """Seconds for which a key counts as active after its latest request."""
 
@@ -45,7 +49,9 @@ class PromptRoom:
         """Positions that the first prompt of the latest step might have; None before it."""
         self._left: int | None = None
         self._positions = self._cached_tokens = 0
-        self._base_s = self._pairs_s = 0.0
+        self._base_s = self._pairs_s = self._waited_s = 0.0
+        self._came = dict[Request, float]()
+        """Time since when each prompt waits for its first position."""
 
     def note(self, request: Request) -> None:
         """Note that a request has come."""
@@ -59,14 +65,24 @@ class PromptRoom:
         keys = {each.key for each in requests if not each.is_audit}
         return len(self._active.keys() | keys) > 1
 
-    def begin(self, decoding: Collection[ScheduledRow], prompts: Collection[Request]) -> bool:
-        """Begin a step with the rows that decode, and return whether others wait for its end."""
+    def begin(
+        self, decoding: Collection[ScheduledRow], prompts: Collection[Request], *, is_shared: bool
+    ) -> bool:
+        """Begin a step with the rows that decode, and return whether others wait for its end.
+
+        ``is_shared`` says whether several keys are active.
+        """
         self._positions = self._cached_tokens = 0
         self._pairs_s, self._left = 0.0, None
         for row in decoding:
             self._count(row)
         self._base_s = self._times.at(self._positions, self._cached_tokens)
-        return bool(decoding) or self.has_several(prompts)
+        now_s, first = self._clock(), max((row.request.rank for row in decoding), default=0)
+        waiting = (each for each in prompts if each.queue_s is None and each.rank >= first)
+        self._came = {each: self._came.get(each, now_s) for each in waiting}
+        since_s = now_s if is_shared else min(self._came.values(), default=now_s)
+        self._waited_s = min(now_s - since_s, _LONGEST_S)
+        return bool(decoding) or is_shared
 
     def positions(self, request: Request, most: int) -> int:
         """Return how many positions a prompt may have in the step, ``most`` or fewer.
@@ -79,9 +95,11 @@ class PromptRoom:
         counts = np.arange(1.0, most + 1)
         step_s = self._times.at(self._positions + counts, self._cached_tokens + cached)
         pairs_s = self._pair_s * counts * (cached + counts / 2)
-        extra_s = max(_LEAST_S, _SMALLEST_STEPS * self._times.at(1, cached))
-        fits = step_s + pairs_s + self._pairs_s <= self._base_s + extra_s
-        num = int(np.count_nonzero(fits))
+        extra_s = max(
+            _LEAST_S, _SMALLEST_STEPS * self._times.at(1, cached), _WAITED * self._waited_s
+        )
+        left_s = extra_s - pairs_s - self._pairs_s
+        num = int(np.count_nonzero(step_s <= self._base_s + left_s / self._times.unread))
         if self._left is None:
             num = self.most = max(num, min(most, 1))
         self._left = num

@@ -235,8 +235,8 @@ class Scheduler:
                 plan[request] = row
                 budget -= row.num_positions
         budget += self._turns.take_out(plan) if self._turns else 0
-        bound = self.prompt_room if prompts else None
-        room = bound if bound and bound.begin(plan.values(), prompts) else None
+        bound, is_shared = self.prompt_room if prompts else None, self._turns is not None
+        room = bound if bound and bound.begin(plan.values(), prompts, is_shared=is_shared) else None
         computed = dict[bytes, ScheduledRow]()
         for request in self._by_turns(prompts):
             least = num_reserved if request is members[0] else 0

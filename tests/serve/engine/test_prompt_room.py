@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from decoding.scheduler_steps import Steps, make_scheduler, request_of
 from mars_autoscale.model.step_times import StepTimes
+from mars_platform.tier import Tier
 from mars_serve.engine.prompt_room import PromptRoom
 from mars_serve.engine.request import Request
 from mars_serve.engine.scheduler import Scheduler
@@ -29,8 +32,8 @@ def scheduler_of(times: StepTimes, now: list[float] | None = None) -> Scheduler:
     return scheduler
 
 
-def prompt(name: str, length: int, key: str = "a") -> Request:
-    request = request_of(name, length, max_tokens=50)
+def prompt(name: str, length: int, key: str = "a", tier: Tier = Tier.DEFAULT) -> Request:
+    request = request_of(name, length, max_tokens=50, tier=tier)
     request.key = key
     return request
 
@@ -47,6 +50,40 @@ def test_a_prompt_lengthens_the_steps_of_a_row_that_decodes_by_20_ms() -> None:
     assert fed(steps) == {"row": 1, "long": 20}
     steps.add(prompt("short", 8))
     assert fed(steps) == {"row": 1, "long": 20}, "those of one key go in order"
+
+
+def test_prompts_are_priced_by_steps_whose_logits_are_hardly_read() -> None:
+    steps = Steps(scheduler_of(replace(linear(0.005, 0.001), unread=0.5)))
+    steps.add(prompt("row", 2))
+    steps.step()
+    steps.add(prompt("a", 15), prompt("b", 2000))
+    assert fed(steps) == {"row": 1, "a": 15, "b": 25}
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "key", "tier", "has_begun", "expected"),
+    [
+        (0.4, "a", Tier.DEFAULT, False, 100),  # a quarter of the wait, in ms
+        (0.04, "a", Tier.DEFAULT, False, 20),
+        (9.0, "a", Tier.DEFAULT, False, 250),
+        (9.0, "a", Tier.DEFAULT, True, 20),
+        (9.0, "a", Tier.FLEX, False, 20),  # rows of a higher tier do not wait for it
+        (9.0, "b", Tier.DEFAULT, False, 20),  # nor do those of another key
+    ],
+)
+def test_prompts_that_wait_lengthen_steps_of_their_own_key_more(
+    waited_s: float, key: str, tier: Tier, has_begun: bool, expected: int
+) -> None:
+    now = [0.0]
+    steps = Steps(scheduler_of(linear(0.005, 0.001), now))
+    steps.add(prompt("row", 2, key=key))
+    steps.step()
+    steps.add(prompt("first", 15, tier=tier), prompt("long", 2000, tier=tier))
+    assert fed(steps) == {"row": 1, "first": 15, "long": 5}
+    now[0] += waited_s
+    steps.scheduler.running[-1].queue_s = 0.0 if has_begun else None
+    steps.scheduler.finish(steps.scheduler.running[1])
+    assert fed(steps) == {"row": 1, "long": expected}
 
 
 def test_a_prompt_takes_whole_steps_only_while_no_other_key_is_active() -> None:

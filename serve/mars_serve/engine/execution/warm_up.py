@@ -31,6 +31,11 @@ _SHORT, _LONG = 16, 512
 """Cached tokens of a row in the two kinds of steps that show the cost of reading cached tokens."""
 _FEW = 4
 """Positions of the steps that show what masks add to a step."""
+_PROMPT = 128
+"""Most positions of the step of a prompt."""
+_IN_TURN = 2
+"""Runs of the same rows one after the other. The first copies their cached tokens beside the pages,
+where the steps of a row that goes on find them (`engine/attention/kept.py`)."""
 
 Rows = Sequence[ScheduledRow]
 
@@ -63,25 +68,28 @@ class StepTimer:
         """Return the seconds of the quickest run of each of ``steps``, functions that make rows.
 
         Steps take turns, so that a busy time of the machine meets all of them. Long ones leave out
-        some of ``repeats`` rounds; ``on_progress`` gets the number of runs so far, those left out
+        some of ``repeats`` runs; ``on_progress`` gets the number of turns so far, those left out
         included, and that of all.
         """
         taken: list[list[float]] = [[] for _ in steps]
-        for done in range(repeats):
+        turns = range(0, repeats, _IN_TURN)
+        for turn, done in enumerate(turns):
             for index, make_rows in enumerate(steps):
                 if done * min(taken[index], default=0.0) < _ENOUGH_S:
-                    taken[index].append(self._run_once(make_rows()))
+                    taken[index] += self._run(make_rows(), min(_IN_TURN, repeats - done))
                 if on_progress is not None:
-                    on_progress(done * len(steps) + index + 1, repeats * len(steps))
+                    on_progress(turn * len(steps) + index + 1, len(turns) * len(steps))
         return [min(each) for each in taken]
 
-    def _run_once(self, rows: Rows) -> float:
-        begin = self.clock()
-        self.run(rows)
-        seconds = self.clock() - begin
+    def _run(self, rows: Rows, most: int) -> list[float]:
+        taken = list[float]()
+        while len(taken) < most and sum(taken) < _ENOUGH_S:
+            begin = self.clock()
+            self.run(rows)
+            taken.append(self.clock() - begin)
         for row in rows:
             self.memory.release(row.request)
-        return seconds
+        return taken
 
 
 @dataclass(frozen=True)
@@ -112,7 +120,8 @@ def measure_steps(
 
     The memory of ``timer`` has no allocated pages, before and afterwards. The cost of reading a
     cached token is measured in full batches of the narrowest and the widest rows, and interpolated
-    between them. The quickest of ``repeats`` runs, fewer of long steps, counts.
+    between them, and what reading logits costs in a prompt, of which one position is read. The
+    quickest of ``repeats`` runs, fewer of long steps, counts.
     """
     memory = timer.memory
     grid = _Grid.of(memory.pool, sizes)
@@ -122,7 +131,9 @@ def measure_steps(
         partial(_rows, memory, count, min(count, num_rows), cached, sizes.window)
         for count, cached in [*ends, *((count, short) for count in grid.positions)]
     ]
-    seconds = timer.seconds(steps, repeats, on_progress)
+    num_read = min(_PROMPT, largest, sizes.max_length, memory.pool.num_free * memory.pool.page_size)
+    prompt = partial(_rows, memory, num_read, 1, 0, 0)
+    *seconds, prompt_s = timer.seconds([*steps, prompt], repeats, on_progress)
     difference = max(num_rows * (long - short), 1)
     narrow, wide = (max(0.0, seconds[i] - seconds[i + 1]) / difference for i in (0, 2))
     most = num_rows * max(long, 1)
@@ -136,7 +147,8 @@ def measure_steps(
         # The few cached tokens of this step take less than half of it; more would be noise.
         bare = max(time_s - per_token * min(count, num_rows) * short, time_s / 2)
         table.append((bare, bare + per_token * most))
-    return StepTimes(grid.positions, (0, most), tuple(table), mask_s)
+    times = StepTimes(grid.positions, (0, most), tuple(table), mask_s)
+    return replace(times, unread=min(prompt_s / float(times.at(num_read, 0)), 1.0))
 
 
 def _mask_seconds(timer: StepTimer, grid: _Grid, window: int, repeats: int) -> float:

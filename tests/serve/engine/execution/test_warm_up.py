@@ -101,8 +101,8 @@ def test_steps_are_timed_up_to_the_widest_row(machine: Callable[..., Machine]) -
 
 
 SIZES = StepSizes(4, 1000, max_length=100, window=4, widest_row=25)
-NUM_STEPS = 4 + 13
-"""Steps of each round with `SIZES`."""
+NUM_STEPS = 4 + 13 + 1
+"""Steps that are timed with `SIZES`."""
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def slowdowns(times: StepTimes) -> list[float]:
 
 
 @pytest.mark.parametrize("begin", [0.0, 0.3, 1.0, 2.7])
-@pytest.mark.parametrize("end", [0.5, 1.0, 3.3, 4.9])
+@pytest.mark.parametrize("end", [0.5, 1.0, 3.3, 3.9])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("scale", [1, 10])
 def test_a_machine_that_is_busy_for_some_rounds_spoils_no_time(
@@ -134,14 +134,14 @@ def test_a_machine_that_is_busy_for_some_rounds_spoils_no_time(
     ours = machine(lambda rows: scale * line_s(rows))  # up to .02 s, and four times that
     ours.busy = range(int(begin * NUM_STEPS), int(end * NUM_STEPS))
     times = measure_steps(ours.timer(device), SIZES, repeats=6)
-    assert slowdowns(times) == pytest.approx([scale] * (NUM_STEPS - 4))
+    assert slowdowns(times) == pytest.approx([scale] * (NUM_STEPS - 5))
 
 
 def test_on_a_cpu_other_programs_add_nothing(machine: Callable[..., Machine]) -> None:
     ours = machine(line_s)
     ours.busy = range(10**9)
     times = measure_steps(ours.timer("cpu"), SIZES, repeats=6)
-    assert slowdowns(times) == pytest.approx([1.0] * (NUM_STEPS - 4))
+    assert slowdowns(times) == pytest.approx([1.0] * (NUM_STEPS - 5))
 
 
 @pytest.mark.parametrize("step_s", [0.001, 0.1, 0.4, 2.0])
@@ -151,6 +151,33 @@ def test_however_often_steps_are_to_run_the_time_of_a_warm_up_is_bounded(
     ours = machine(lambda _: step_s)
     measure_steps(ours.timer(), SIZES, repeats=100)
     assert ours.wall_s <= NUM_STEPS * (0.5 + step_s)
+
+
+def test_what_rows_copy_when_they_come_is_no_part_of_a_step(
+    machine: Callable[..., Machine],
+) -> None:
+    def cost(rows: Sequence[ScheduledRow]) -> float:
+        last = {row.request for row in ours.steps[-1]} if ours.steps else set()
+        new = [row.request for row in rows if row.request not in last]
+        return line_s(rows) + sum(1e-4 * request.num_cached for request in new)
+
+    ours = machine(cost)
+    times = measure_steps(ours.timer(), SIZES)
+    assert slowdowns(times) == pytest.approx([1.0] * (NUM_STEPS - 5))
+    assert times.at(4, 100) == pytest.approx(times.at(4, 0))
+
+
+@pytest.mark.parametrize("read_s", [0.0, 2e-5])
+def test_steps_of_prompts_take_a_share_of_those_whose_logits_are_read(
+    machine: Callable[..., Machine], read_s: float
+) -> None:
+    def cost(rows: Sequence[ScheduledRow]) -> float:
+        # The masks of a row stand for all of its positions that are read.
+        return line_s(rows) + read_s * sum(2 * row.num_masks for row in rows)
+
+    times = measure_steps(machine(cost).timer(), SIZES)
+    assert times.unread == pytest.approx(0.002 / times.at(100, 0))
+    assert (times.unread == 1) == (read_s == 0)
 
 
 @pytest.mark.parametrize("masks_apart", [False, True])
