@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,9 +63,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in full]
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while modules are imported: it is a sixth of the time, and finds none."""
+    gc.disable()
+    result = yield
     gc.freeze()  # all modules and tests, which each collection of garbage would look through again
     gc.set_threshold(20_000)  # 700 by default, for programs that hold little
+    gc.enable()
+    return result
 
 
 def _turn(item: pytest.Item) -> int:

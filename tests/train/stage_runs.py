@@ -40,7 +40,7 @@ STATES = {
 """Settings of `write_start` for a model with a gated delta net."""
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["mars_train.stage.trainer"])  # imported once for all processes
+_CONTEXT.set_forkserver_preload(["tests.train.warm_process"])
 
 
 # --- models, data and jobs ------------------------------------------------------------------------

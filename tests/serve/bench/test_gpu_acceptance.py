@@ -42,22 +42,26 @@ def run_acceptance(out: Path, *options: str) -> tuple[int, dict[str, Any]]:
     return run.returncode, json.loads((out / "acceptance.json").read_text())["tests"]
 
 
-@pytest.fixture(scope="module")
-def tests(tmp_path_factory: pytest.TempPathFactory, stubs: None) -> dict[str, Any]:
-    """Results of the parts that start no further processes, by the test's name.
-
-    Those of `bench/gpu` share one process here, since most of a tiny part's time is its start.
-    """
-    results, known = tmp_path_factory.mktemp("acceptance") / "acceptance.json", parts()
+def results_of(part: Part, directory: Path) -> dict[str, Any]:
+    """Run a part, and return its results by the test's name."""
+    results = directory / "acceptance.json"
     results.write_text('{"tests": {}}')
-    own = [known[name] for name in ("checks", "decoding 0.5b", "training")]
-    files = tuple(file for part in own for file in part.files)
-    together = replace(own[0], files=files, share=1.0, chosen="not 7b")
-    for name, part in {"own": together, "tests of serving": known["tests of serving"]}.items():
-        run_part(name, part, time.time() + 900, results, "cpu", tiny=True)
+    run_part("part", part, time.time() + 900, results, "cpu", tiny=True)
     tests = json.loads(results.read_text())["tests"]
     assert {facts["state"] for facts in tests.values()} == {"passed", "skipped"}, tests
     return {name.partition("::")[2]: facts for name, facts in tests.items()}
+
+
+@pytest.fixture(scope="module")
+def tests(tmp_path_factory: pytest.TempPathFactory, stubs: None) -> dict[str, Any]:
+    """Results of the parts of `bench/gpu` that start no further processes.
+
+    They share one process here, since most of a tiny part's time is its start.
+    """
+    own = [parts()[name] for name in ("checks", "decoding 0.5b", "training")]
+    files = tuple(file for part in own for file in part.files)
+    together = replace(own[0], files=files, share=1.0, chosen="not 7b")
+    return results_of(together, tmp_path_factory.mktemp("acceptance"))
 
 
 def test_kernels_and_engine_are_compared_with_their_oracles(tests: dict[str, Any]) -> None:
@@ -92,7 +96,9 @@ def test_training_is_measured(tests: dict[str, Any]) -> None:
     assert mars > ar
 
 
-def test_the_tests_that_need_a_gpu_are_found(tests: dict[str, Any]) -> None:
+@pytest.mark.full
+def test_the_tests_that_need_a_gpu_are_found(tmp_path: Path) -> None:
+    tests = results_of(parts()["tests of serving"], tmp_path)
     skipped = [name for name, facts in tests.items() if facts["state"] == "skipped"]
     assert "test_replayed_graphs_equal_eager_steps_on_a_gpu" in skipped
 

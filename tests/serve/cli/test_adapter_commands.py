@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -242,26 +242,25 @@ def test_what_is_measured_lies_with_the_adapter_and_belongs_to_it_alone(
 
 
 def test_doctor_looks_over_the_adapter(
-    plain_dir: Path,
-    other_dir: Path,
-    adapter_dir: Path,
-    tmp_path: Path,
-    capsys: Capture,
-    monkeypatch: pytest.MonkeyPatch,
+    plain_dir: Path, other_dir: Path, adapter_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "ray.py").write_text("raise ImportError")  # no cluster is started
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     found = {each.check: each for each in torch_findings(plain_dir, adapter_dir)}
     assert found["adapter"].found == "rank 4, block size 4"
     assert found["adapter"].state == found["checkpoint"].state == "ok"
-    assert run(["doctor", str(other_dir), "--adapter", str(adapter_dir), "--json"]) == 1
-    checks = {each["check"]: each for each in json.loads(capsys.readouterr().out)["checks"]}
-    assert [name for name, each in checks.items() if each["state"] == "failed"] == [
-        "adapter",
-        "Ray",
-    ]
-    assert "belongs to another model" in checks["adapter"]["found"]
-    assert f"--adapter {adapter_dir} --data FILE" in checks["frontier"]["remedy"]
+    checks = {each.check: each for each in torch_findings(other_dir, adapter_dir)}
+    assert [name for name, each in checks.items() if each.state == "failed"] == ["adapter"]
+    assert "belongs to another model" in checks["adapter"].found
+    assert f"--adapter {adapter_dir} --data FILE" in checks["frontier"].remedy
+    asked = list[list[str]]()
+
+    def note(command: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
+        asked.append(command[-3:])
+        return subprocess.CompletedProcess(command, 0, b"", b"")
+
+    monkeypatch.setattr(subprocess, "run", note)  # each process would take seconds
+    run(["doctor", str(other_dir), "--adapter", str(adapter_dir)])
+    paths = [str(other_dir), str(adapter_dir)]
+    assert sorted(asked) == [["Ray", *paths], ["torch", *paths]]
 
 
 def test_a_link_to_a_model_is_never_turned_to_an_adapter(

@@ -32,7 +32,7 @@ _SETTINGS = EngineSettings(
     max_num_seqs=8,
     max_num_batched_tokens=512,
 )
-_NUM_REQUESTS, _NUM_MORE = 60, 1500
+_NUM_REQUESTS, _NUM_MORE = 40, 1500
 """Requests of each tokenizer, without and with ``--full``."""
 
 

@@ -37,7 +37,7 @@ class LiveServer:
             host=LOOPBACK,
             port=self.port,
             log_level="error",
-            timeout_graceful_shutdown=1,
+            timeout_graceful_shutdown=0.2,
         )
         self._server = _Telling(config, ready)
         self._thread = threading.Thread(target=asyncio.run, args=[self._server.serve()])

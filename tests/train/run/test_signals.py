@@ -3,7 +3,7 @@ import signal
 import pytest
 from ray.train.torch import TorchTrainer
 
-from mars_platform.cluster.ray_private import with_own_interrupts
+from mars_platform.cluster.ray_private import with_own_interrupts, without_data_sets
 from mars_train.run.stages import _recorded
 
 
@@ -30,3 +30,10 @@ def test_a_trainer_leaves_the_handler_of_interrupts_alone():
     assert hasattr(TorchTrainer, method)
     getattr(with_own_interrupts(TorchTrainer(print)), method)(None)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_no_actor_is_started_for_data_sets():
+    trainer = TorchTrainer(print)
+    usual = {type(each).__name__ for each in trainer._create_default_callbacks()}
+    ours = {type(each).__name__ for each in without_data_sets(trainer)._create_default_callbacks()}
+    assert usual - ours == {"DatasetsCallback"}

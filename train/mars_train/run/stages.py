@@ -34,7 +34,7 @@ from mars_platform.checkpoint.manifest import Damaged
 from mars_platform.checkpoint.metadata import read_metadata
 from mars_platform.cli.progress import working
 from mars_platform.cli.report import say
-from mars_platform.cluster.ray_private import with_own_interrupts
+from mars_platform.cluster.ray_private import with_own_interrupts, without_data_sets
 from mars_platform.cluster.session import ray_session
 from mars_platform.errors import Interrupted, Stopped, UserError
 from mars_train.data.encoding import check_vocabulary
@@ -196,7 +196,7 @@ class _Run:
                 scaling_config=_scaling_config(self.recipe),
                 run_config=self._run_config(stage),
             )
-            result = _fitted(with_own_interrupts(trainer), stage)
+            result = _fitted(without_data_sets(with_own_interrupts(trainer)), stage)
         assert isinstance(result.return_value, StageResult)
         return result.return_value
 
