@@ -54,11 +54,12 @@ def test_short_work_prints_one_line_for_each_task_off_a_terminal() -> None:
     assert console.file.getvalue().startswith("eval: 2/2 50.0% right")  # type: ignore[attr-defined]
 
 
-def test_longer_work_prints_plain_lines() -> None:
+def test_longer_work_prints_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mars_platform.cli.progress._PATIENCE_S", 0.2)
     console = Console(file=StringIO())
     with progress_display(console) as display, working("loading [x]", console):
         display.update("eval", 0, 4)
-        time.sleep(2.1)
+        time.sleep(0.7)
         display.update("eval", 2, 4, "50.0% right")
         display.update("eval", 3, 4, "not due yet")
         display.update("eval", 4, 4, "75.0% right")

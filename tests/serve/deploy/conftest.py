@@ -18,6 +18,13 @@ SPECIAL = SpecialTokens(eos=frozenset(), never_emitted=frozenset({0, 3}))
 Start = Callable[..., LocalReplica]
 
 
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an ingress look for replicas more often than ten times a second."""
+    monkeypatch.setattr("mars_serve.deploy.engine_clients._POLL_S", 0.01)
+    monkeypatch.setattr("mars_serve.deploy.engine_clients._RETRY_S", 0.05)
+
+
 @pytest.fixture
 async def start(
     tiny_model: Callable[[str], PreTrainedModel], make_engine: Callable[..., Engine]

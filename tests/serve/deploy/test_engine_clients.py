@@ -59,7 +59,7 @@ async def test_replicas_are_not_asked_again_while_all_are_connected(clients, han
     handle.replicas += [first := start("a"), second := start("b")]
     await names(clients, "a", "b")
     asked = first.num_asked, second.num_asked
-    await asyncio.sleep(0.8)
+    await asyncio.sleep(0.2)
     assert (first.num_asked, second.num_asked) == asked
 
 

@@ -48,8 +48,9 @@ def queries() -> list[tuple[str, str]]:
 
 
 @pytest.fixture
-async def scraped(mars, loops) -> dict[str, set[str]]:
+async def scraped(mars, loops, monkeypatch) -> dict[str, set[str]]:
     """Labels by the name of every sample of a server that has served, refused and decided."""
+    monkeypatch.setattr("mars_serve.http.endpoints.metrics._MAX_AGE_S", 0.05)
     backend = ScaledBackend(loops["mars"])
     app = app_of(served("mars", mars, backend))
     queue = Counter(dict.fromkeys(Tier, 0))
@@ -63,7 +64,7 @@ async def scraped(mars, loops) -> dict[str, set[str]]:
         await client.post(COMPLETIONS, json={**COMPLETION, "n": 0})
         async with asyncio.timeout(20):
             while "decisions_total{" not in (text := (await client.get("/metrics")).text):
-                await asyncio.sleep(1.05)  # for so long the answer is kept
+                await asyncio.sleep(0.06)  # for so long the answer is kept
     for task in asyncio.all_tasks() - before:
         task.cancel()
     labels = defaultdict[str, set[str]](set)
