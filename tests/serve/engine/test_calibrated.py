@@ -72,7 +72,7 @@ def test_the_corrected_confidence_is_compared_with_the_threshold(
     """Recomputed for each pass by plain transformers, with the logits divided by depth."""
     model, metadata = load_model(trained.model).eval(), checkpoint.metadata
     assert metadata is not None
-    options = replace(THRESHOLD, calibrated=True)
+    options = replace(THRESHOLD, calibrated=True, reports_rejected=True)
     [request], passes = run(Engine(checkpoint, SIZES), prompts[:1], [options])
     begin = request.num_prompt
     for output in passes:

@@ -265,7 +265,8 @@ def test_cached_keys_and_values_are_those_of_a_plain_pass(
 def test_confidences_are_those_of_the_verified_tokens(
     engine: Engine, model: PreTrainedModel, prompts: list[list[int]]
 ) -> None:
-    request = Request("one", list(prompts[1]), LAYOUTS["all"])
+    options = replace(LAYOUTS["all"], reports_rejected=True)
+    request = Request("one", list(prompts[1]), options)
     outputs = run(engine, [request])["one"]
     with torch.inference_mode():
         logits = model(input_ids=torch.tensor([request.tokens])).logits[0]

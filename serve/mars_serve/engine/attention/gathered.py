@@ -23,9 +23,10 @@ _NARROW = 16
 _PLAIN_FROM = 2**18
 """Least key elements at which matrix products beat one fused call, for rows of up to `_NARROW`
 positions (measured)."""
-_SPLIT_HEAD = 64
-"""Least elements of a head at which matrix products beat one fused call in bfloat16 with more than
-one position, too."""
+_SPLIT_FROM, _SPLIT_HEAD = 2**20, 64
+"""Key elements from which keys and values in bfloat16 are not copied to float32 for products, since
+caches do not hold the copies, and the least elements of a head at which products in bfloat16 then
+beat one fused call with more than one position, too (measured)."""
 _GROUP_COST = 150_000
 """Padding, in key elements, that takes as long as the calls of one more group (measured)."""
 _WIDTH_COST = 2_500_000
@@ -256,7 +257,9 @@ class GatheredAttention:
                 ],
                 dim=2,
             )
-        elif is_large and keys.dtype == torch.float32:
+        elif is_large and (
+            keys.dtype == torch.float32 or (self._may_split and keys.numel() < _SPLIT_FROM)
+        ):
             output = _plain_attention(folded, keys, values, group.bias, scores)
         elif is_large and self._may_split and (width == 1 or self._head_dim >= _SPLIT_HEAD):
             output = _split_attention(folded, keys, values, group.bias, scores.scaling)

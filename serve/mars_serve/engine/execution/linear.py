@@ -7,6 +7,7 @@ other devices nothing is changed.
 """
 
 import logging
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -125,7 +126,7 @@ def _is_faster_packed(linear: nn.Linear) -> bool:
         inputs = linear.weight.new_ones(rows, linear.in_features)
         plain_s, packed_s = _alternate(partial(linear, inputs), partial(packed, inputs))
         ratios.append(packed_s / plain_s)
-    return sum(ratios) < len(ratios)
+    return statistics.median(ratios) < 1.0  # other processes may disturb one of them
 
 
 def _alternate(*actions: Callable[[], object]) -> list[float]:

@@ -34,7 +34,7 @@ class Reads:
     measures: Tensor
     """int64 [reads], index of the measure in ``tuple(Confidence)``."""
     used_measures: frozenset[Confidence]
-    """Measures of the reads, known on the host; only these have to be computed."""
+    """Measures that have to be computed, known on the host; none if no confidence matters."""
     temperatures: Tensor | None = None
     """float64 [reads], divisors of the logits for confidences; None for 1."""
 
@@ -45,10 +45,11 @@ def build_reads(rows: Sequence[ScheduledRow], temperatures: Sequence[float] | No
     ``temperatures`` are divisors of the logits by calibration, from depth 0; None without one.
     """
     measures = [_measure(row) for row in rows]
+    used = (measure for row, measure in zip(rows, measures, strict=True) if _needs_confidence(row))
     indices = np.array([_MEASURES[measure] for measure in measures], dtype=np.int64)
     return Reads(
         measures=torch.from_numpy(np.repeat(indices, [row.num_reads for row in rows])),
-        used_measures=frozenset(measures),
+        used_measures=frozenset(used),
         temperatures=_temperatures(rows, temperatures),
     )
 
@@ -65,7 +66,8 @@ def propose(
 
     It is the likeliest one that may be emitted, unless ``choose_tokens`` replaces it; its
     confidence is taken from the raw ``logits``, float [reads, vocabulary], which are overwritten:
-    ``banned`` tokens, int64 [banned], become -inf. The result is int32 [reads, 2].
+    ``banned`` tokens, int64 [banned], become -inf. If no confidence matters, each is 1, or NaN if
+    the likeliest token's logit is not finite. The result is int32 [reads, 2].
     """
     parts = [
         _propose(*part, reads, banned, choose_tokens)
@@ -93,12 +95,19 @@ def _propose(
     logits: Tensor, part: slice, reads: Reads, banned: Tensor, choose_tokens: ChooseTokens | None
 ) -> Tensor:
     """Return the token of each read and the bits of its confidence: int32 [part, 2]."""
-    raw = logits if reads.temperatures is None else logits / reads.temperatures[part, None].float()
-    log_probs = log_probabilities(raw)  # of all tokens, banned ones included
-    tokens = logits.index_fill_(-1, banned, -torch.inf).max(-1).indices  # faster than argmax
+    log_probs, used = logits, reads.used_measures
+    if used:
+        raw = logits
+        if reads.temperatures is not None:
+            raw = logits / reads.temperatures[part, None].float()
+        log_probs = log_probabilities(raw)  # of all tokens, banned ones included
+    most, tokens = logits.index_fill_(-1, banned, -torch.inf).max(-1)  # faster than argmax
     if choose_tokens is not None:
         tokens.index_copy_(0, *choose_tokens(logits))
-    confidences = _confidences(log_probs, tokens, reads.measures[part], reads.used_measures)
+    if used:
+        confidences = _confidences(log_probs, tokens, reads.measures[part], used)
+    else:
+        confidences = (most - most).float() + 1.0
     return torch.stack([tokens.int(), confidences.view(torch.int32)], dim=1)
 
 
@@ -113,6 +122,11 @@ def _confidences(
         by_measure = confidence_of(log_probs, tokens, measure)
         confidences = torch.where(uses_measure, by_measure, confidences)
     return confidences
+
+
+def _needs_confidence(row: ScheduledRow) -> bool:
+    """Whether confidences decide what a row accepts or drafts, or are reported."""
+    return row.num_reads > 1 or row.request.options.reports_rejected
 
 
 def _measure(row: ScheduledRow) -> Confidence:

@@ -34,10 +34,14 @@ NONE = torch.tensor([], dtype=torch.long)
 def rows_of(
     num_proposed: Sequence[int], thresholds: Sequence[float], measures: Sequence[Confidence]
 ) -> list[ScheduledRow]:
-    """Rows that feed masks and check no drafts."""
+    """Rows that feed masks, check no drafts, and report confidences."""
+    requests = [
+        make_request(threshold=threshold, confidence=measure, reports_rejected=True)
+        for threshold, measure in zip(thresholds, measures, strict=True)
+    ]
     return [
-        make_row(make_request(threshold=threshold, confidence=measure), 1, (count - 1,))
-        for count, threshold, measure in zip(num_proposed, thresholds, measures, strict=True)
+        make_row(request, 1, (count - 1,))
+        for request, count in zip(requests, num_proposed, strict=True)
     ]
 
 
@@ -163,6 +167,18 @@ def test_a_nan_at_depth_zero_shows_and_leaves_other_rows_alone(measure, damage):
     assert len(sound[1][0]) == 3
 
 
+@pytest.mark.parametrize("damage", [torch.nan, torch.inf])
+def test_rows_without_use_for_confidences_choose_the_same_and_show_damage(damage):
+    rows = [make_row(make_request(mode=mode), 1, (0,)) for mode in (Mode.AR, Mode.EXACT, Mode.AR)]
+    logits = random_logits(1, 3, 24)
+    logits[:, BANNED] = 9.0
+    likeliest = logits.index_fill(-1, BANNED, -torch.inf).argmax(-1).tolist()
+    logits[1, 5] = damage
+    (first, *_), (_, [damaged]), last = runs_of(logits, rows, BANNED)
+    assert (first, last) == ([likeliest[0]], ([likeliest[2]], [1.0]))
+    assert math.isnan(damaged)
+
+
 @pytest.mark.parametrize("measure", MEASURES)
 def test_a_nan_at_a_deeper_depth_ends_the_run(measure):
     rows = rows_of([4], [1e-9], [measure])
@@ -190,7 +206,7 @@ def checked_rows(
     """Rows in mode exact, which read at the cursor, at each draft, then at the last group."""
     rows = []
     for own, count in zip(drafts, num_group_reads, strict=True):
-        request = make_request(mode=Mode.EXACT)
+        request = make_request(mode=Mode.EXACT, reports_rejected=True)
         request.drafts = [Draft(token, 0.5) for token in own]
         rows.append(make_row(request, 1, (*[0] * len(own), count)))
     return rows
