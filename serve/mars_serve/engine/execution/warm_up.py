@@ -31,6 +31,9 @@ _SHORT, _LONG = 16, 512
 """Cached tokens of a row in the two kinds of steps that show the cost of reading cached tokens."""
 _FEW = 4
 """Positions of the steps that show what masks add to a step."""
+_MOST_OVER = 2.0
+"""Times as long as several smaller steps of as many positions that a step is taken to last at most.
+A longer time is that of a run that was held up, and long steps may run once only."""
 _PROMPT = 128
 """Most positions of the step of a prompt."""
 _IN_TURN = 2
@@ -138,8 +141,10 @@ def measure_steps(
     narrow, wide = (max(0.0, seconds[i] - seconds[i + 1]) / difference for i in (0, 2))
     most = num_rows * max(long, 1)
     mask_s = _mask_seconds(timer, grid, sizes.window, repeats) if sizes.masks_apart else 0.0
-    table = []
+    table, position_s = [], math.inf
     for count, time_s in zip(grid.positions, seconds[len(ends) :], strict=True):
+        time_s = min(time_s, _MOST_OVER * count * position_s)
+        position_s = min(position_s, time_s / count)
         share = max(0, count - num_rows) / max(largest - num_rows, 1)
         if count > num_rows:  # some row has masks, see `_rows`
             time_s = max(time_s - mask_s, time_s / 2)

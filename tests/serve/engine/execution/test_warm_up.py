@@ -167,6 +167,18 @@ def test_what_rows_copy_when_they_come_is_no_part_of_a_step(
     assert times.at(4, 100) == pytest.approx(times.at(4, 0))
 
 
+def test_a_long_step_that_was_held_up_in_its_only_run_looks_twice_as_long_at_most(
+    machine: Callable[..., Machine],
+) -> None:
+    def cost(rows: Sequence[ScheduledRow]) -> float:
+        num_positions = sum(row.num_positions for row in rows)
+        return line_s(rows) * (1000 if num_positions > 40 else 1)
+
+    times = measure_steps(machine(cost).timer(), SIZES)
+    assert times.at(32, 0) == pytest.approx(0.00132)
+    assert max(slowdowns(times)) <= 2 * 0.00132 / 32 * 100 / 0.002
+
+
 @pytest.mark.parametrize("read_s", [0.0, 2e-5])
 def test_steps_of_prompts_take_a_share_of_those_whose_logits_are_read(
     machine: Callable[..., Machine], read_s: float
