@@ -353,13 +353,13 @@ async def test_a_replica_drains_though_requests_wait_for_others(start, ingress) 
     """It ends once it reports no requests, so it must not count those that it will not get."""
     ending, staying = (start(name, SlowEngine, max_num_seqs=1) for name in "ab")
     backend = await ingress(ending, staying)
-    running = [spawn(backend, request(f"{index}", 5)) for index in range(16)]
+    running = [spawn(backend, request(f"{index}", 2)) for index in range(16)]
     await soon(lambda: ending.loop.status().num_waiting > 4)
     ending.loop.tell(Condition(is_draining=True))
     await soon(lambda: not ending.loop.status().num_requests)
     assert staying.loop.status().num_waiting > 4, "they wait for the other one"
     outputs = await asyncio.gather(*running)
-    assert [sum(len(each.tokens) for each in output) for output in outputs] == [5] * 16
+    assert [sum(len(each.tokens) for each in output) for output in outputs] == [2] * 16
     assert backend.arrivals()[0] == 16, "a request that moves has arrived once"
 
 
