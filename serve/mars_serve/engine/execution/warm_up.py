@@ -21,7 +21,7 @@ REPEATS = 6
 _ENOUGH_S = 0.5
 """Seconds of a step's runs, all taken to be as short as the quickest, after which it is not run
 again. With the two dozen steps of the grid, a warm-up on a quiet machine takes at most some twelve
-seconds more than one run of each."""
+seconds more than two runs of each."""
 _GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Positions of the timed steps, close together at first, where times may even fall."""
 _WELL_TIMED = 64
@@ -39,6 +39,8 @@ _PROMPT = 128
 _IN_TURN = 2
 """Runs of the same rows one after the other. The first copies their cached tokens beside the pages,
 where the steps of a row that goes on find them (`engine/attention/kept.py`)."""
+_TOO_LONG_S = 2.0
+"""Seconds of a step after which it is not run again at once."""
 
 Rows = Sequence[ScheduledRow]
 
@@ -86,7 +88,7 @@ class StepTimer:
 
     def _run(self, rows: Rows, most: int) -> list[float]:
         taken = list[float]()
-        while len(taken) < most and sum(taken) < _ENOUGH_S:
+        while len(taken) < most and sum(taken) < _TOO_LONG_S:
             begin = self.clock()
             self.run(rows)
             taken.append(self.clock() - begin)
@@ -129,7 +131,7 @@ def measure_steps(
     memory = timer.memory
     grid = _Grid.of(memory.pool, sizes)
     num_rows, largest, short, long = grid.num_rows, grid.largest, grid.short, grid.long
-    ends = [(count, cached) for count in (num_rows, largest) for cached in (long, short)]
+    ends = [(num_rows, long), (num_rows, short), (largest, long)]
     steps = [
         partial(_rows, memory, count, min(count, num_rows), cached, sizes.window)
         for count, cached in [*ends, *((count, short) for count in grid.positions)]
@@ -138,7 +140,8 @@ def measure_steps(
     prompt = partial(_rows, memory, num_read, 1, 0, 0)
     *seconds, prompt_s = timer.seconds([*steps, prompt], repeats, on_progress)
     difference = max(num_rows * (long - short), 1)
-    narrow, wide = (max(0.0, seconds[i] - seconds[i + 1]) / difference for i in (0, 2))
+    # The last step of the grid is the widest with few cached tokens.
+    narrow, wide = (max(0.0, seconds[i] - seconds[j]) / difference for i, j in ((0, 1), (2, -1)))
     most = num_rows * max(long, 1)
     mask_s = _mask_seconds(timer, grid, sizes.window, repeats) if sizes.masks_apart else 0.0
     table, position_s = [], math.inf

@@ -101,7 +101,7 @@ def test_steps_are_timed_up_to_the_widest_row(machine: Callable[..., Machine]) -
 
 
 SIZES = StepSizes(4, 1000, max_length=100, window=4, widest_row=25)
-NUM_STEPS = 4 + 13 + 1
+NUM_STEPS = 3 + 13 + 1
 """Steps that are timed with `SIZES`."""
 
 
@@ -134,17 +134,17 @@ def test_a_machine_that_is_busy_for_some_rounds_spoils_no_time(
     ours = machine(lambda rows: scale * line_s(rows))  # up to .02 s, and four times that
     ours.busy = range(int(begin * NUM_STEPS), int(end * NUM_STEPS))
     times = measure_steps(ours.timer(device), SIZES, repeats=6)
-    assert slowdowns(times) == pytest.approx([scale] * (NUM_STEPS - 5))
+    assert slowdowns(times) == pytest.approx([scale] * (NUM_STEPS - 4))
 
 
 def test_on_a_cpu_other_programs_add_nothing(machine: Callable[..., Machine]) -> None:
     ours = machine(line_s)
     ours.busy = range(10**9)
     times = measure_steps(ours.timer("cpu"), SIZES, repeats=6)
-    assert slowdowns(times) == pytest.approx([1.0] * (NUM_STEPS - 5))
+    assert slowdowns(times) == pytest.approx([1.0] * (NUM_STEPS - 4))
 
 
-@pytest.mark.parametrize("step_s", [0.001, 0.1, 0.4, 2.0])
+@pytest.mark.parametrize("step_s", [0.001, 0.1, 0.4, 2.0, 9.0])
 def test_however_often_steps_are_to_run_the_time_of_a_warm_up_is_bounded(
     machine: Callable[..., Machine], step_s: float
 ) -> None:
@@ -163,7 +163,7 @@ def test_what_rows_copy_when_they_come_is_no_part_of_a_step(
 
     ours = machine(cost)
     times = measure_steps(ours.timer(), SIZES)
-    assert slowdowns(times) == pytest.approx([1.0] * (NUM_STEPS - 5))
+    assert slowdowns(times) == pytest.approx([1.0] * (NUM_STEPS - 4))
     assert times.at(4, 100) == pytest.approx(times.at(4, 0))
 
 
