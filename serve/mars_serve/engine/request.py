@@ -146,6 +146,8 @@ class Request:
     """Leading full pages that others had computed before."""
     sampling_s: float = 0.0
     """CPU seconds of choosing its tokens in its last step, without those of its grammar."""
+    num_choices: int = 0
+    """Tokens that were chosen in these seconds, at all positions that were read."""
     last_turn: int = 0
     """Number of its last step of those in which the rows of a key take turns."""
     finish_reason: FinishReason | None = None
@@ -220,8 +222,9 @@ class Request:
         return self.tenant, self.cache_salt, self.lora.sum if self.lora else ""
 
     def charge(self, seconds: float) -> None:
-        """Count CPU seconds of sampling its tokens in the current step."""
+        """Count the CPU seconds of sampling a token in the current step."""
         self.sampling_s += seconds
+        self.num_choices += 1
 
     @property
     def choosing_s(self) -> float:

@@ -89,6 +89,7 @@ class WindowChooser:
         """Chances of rows that were not there at the last choice."""
         self._interval = self._num_kept = self._other_positions = self._num_rows = 0
         self._feeds_masks = False  # by the last choice
+        self._sampling_s = 0.0  # of a position of the rows, by their last steps
 
     def observe(self, request: Request, num_masks: int, num_accepted: int) -> None:
         """Record the outcome of a row's step.
@@ -161,6 +162,8 @@ class WindowChooser:
         """Choose anew, and return the seconds that the step is expected to take."""
         self._acceptance.advance(self._num_kept - 1)
         self._num_kept, self._other_positions, self._num_rows = 1, other_positions, len(rows)
+        sampling_s = sum(each.sampling_s / max(each.num_choices, 1) for each in rows)
+        self._sampling_s = sampling_s / len(rows)
         free = [request for request in rows if request.plan.leaves_masks]
         num_pinned = sum(sum(self._masks(row)) for row in rows if not row.plan.leaves_masks)
         longest = self._max_window + 1
@@ -212,7 +215,9 @@ class WindowChooser:
                 np.full_like(fed, num_fed),  # this step
             ]
         )
-        times = self._times.at(feeds + num_masks, cached_tokens, num_masks > 0)
+        positions = feeds + num_masks
+        times = self._times.at(positions, cached_tokens, num_masks > 0)
+        times += self._sampling_s * positions
         steady, without_gain, now = times  # [candidates + 1] each
         price = float((tokens / steady).max())
         peak = (tokens - price * steady).argmax()
@@ -226,7 +231,7 @@ class WindowChooser:
         """Return the seconds that one further position adds to a step."""
         grid = np.array([positions, positions + _NEXT_FEW]) * 1.0
         near, far = self._times.at(grid, cached_tokens)
-        return max(0.0, float(far - near)) / _NEXT_FEW
+        return max(0.0, float(far - near)) / _NEXT_FEW + self._sampling_s
 
 
 class _Ranked(NamedTuple):

@@ -46,7 +46,7 @@ def sampled_rows(rows: Sequence[ScheduledRow], grammars: StepGrammars) -> list[S
         if not row.request.options.is_plain
     ]
     for row, _ in chosen:
-        row.request.sampling_s = 0.0
+        row.request.sampling_s, row.request.num_choices = 0.0, 0
     chosen.sort(key=lambda pair: cost(pair[0].request.matcher))
     return [part for row, start in chosen for part in _sampled_parts(row, start, grammars)]
 

@@ -326,3 +326,13 @@ def test_a_draft_has_to_pay_for_its_own_position_too(position_s: float, has_mask
         (masks,) = chooser.choose([row])
         chooser.observe(row, 1, 1 + step % 2)
     assert any(masks) is has_masks
+
+
+def test_time_of_sampling_each_position_counts_as_time_of_the_step() -> None:
+    rows = make_rows(8)
+    chooser = settled_chooser(step_times({1: 0.010, 256: 0.040}), rows, 0.5)
+    assert min(windows_of(chooser, rows)) > 1
+    for row in rows:
+        for _ in range(3):  # reads of its last step
+            row.charge(0.01)
+    assert max(windows_of(chooser, rows)) == 0
