@@ -89,7 +89,8 @@ class WindowChooser:
         """Chances of rows that were not there at the last choice."""
         self._interval = self._num_kept = self._other_positions = self._num_rows = 0
         self._feeds_masks = False  # by the last choice
-        self._sampling_s = 0.0  # of a position of the rows, by their last steps
+        self._choice_s = 0.0  # seconds of choosing a sampled token, in the last steps
+        self._sampling_s = 0.0  # the same for a position of any row
 
     def observe(self, request: Request, num_masks: int, num_accepted: int) -> None:
         """Record the outcome of a row's step.
@@ -162,8 +163,10 @@ class WindowChooser:
         """Choose anew, and return the seconds that the step is expected to take."""
         self._acceptance.advance(self._num_kept - 1)
         self._num_kept, self._other_positions, self._num_rows = 1, other_positions, len(rows)
-        sampling_s = sum(each.sampling_s / max(each.num_choices, 1) for each in rows)
-        self._sampling_s = sampling_s / len(rows)
+        if num_choices := sum(each.num_choices for each in rows):
+            self._choice_s = sum(each.sampling_s for each in rows) / num_choices
+        num_sampled = sum(not each.options.is_plain for each in rows)
+        self._sampling_s = self._choice_s * num_sampled / len(rows)
         free = [request for request in rows if request.plan.leaves_masks]
         num_pinned = sum(sum(self._masks(row)) for row in rows if not row.plan.leaves_masks)
         longest = self._max_window + 1

@@ -329,10 +329,14 @@ def test_a_draft_has_to_pay_for_its_own_position_too(position_s: float, has_mask
 
 
 def test_time_of_sampling_each_position_counts_as_time_of_the_step() -> None:
-    rows = make_rows(8)
-    chooser = settled_chooser(step_times({1: 0.010, 256: 0.040}), rows, 0.5)
-    assert min(windows_of(chooser, rows)) > 1
-    for row in rows:
-        for _ in range(3):  # reads of its last step
-            row.charge(0.01)
-    assert max(windows_of(chooser, rows)) == 0
+    sampled = [
+        make_request(f"sampled {index}", [5], 10**9, sampling=Sampling(temperature=1.0))
+        for index in range(8)
+    ]
+    chooser = settled_chooser(step_times({1: 0.010, 256: 0.040}), sampled, 0.5)
+    assert min(windows_of(chooser, sampled)) > 1
+    sampled[0].charge(0.01)
+    assert max(windows_of(chooser, sampled)) == 0
+    assert chooser.least_gain > 0.8  # what steps of .09 s give in the .01 s of a position
+    assert max(windows_of(chooser, sampled[1:])) == 0  # known from earlier steps
+    assert min(windows_of(chooser, make_rows(8))) > 1  # rows that choose the likeliest
