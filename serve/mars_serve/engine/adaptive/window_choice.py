@@ -218,9 +218,8 @@ class WindowChooser:
                 np.full_like(fed, num_fed),  # this step
             ]
         )
-        positions = feeds + num_masks
-        times = self._times.at(positions, cached_tokens, num_masks > 0)
-        times += self._sampling_s * positions
+        times = self._times.at(feeds + num_masks, cached_tokens, num_masks > 0)
+        times += self._sampling_s * (feeds + num_masks)
         steady, without_gain, now = times  # [candidates + 1] each
         price = float((tokens / steady).max())
         peak = (tokens - price * steady).argmax()
