@@ -14,7 +14,6 @@ DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
     ROOT / "k8s" / "README.md",
-    ROOT / "tests" / "README.md",
     ROOT / "examples" / "README.md",
 ]
 
