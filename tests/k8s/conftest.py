@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kustomized import JOBS, K8S, OTHERS, SERVING, STAYING, TRAINING, Rendered, rendered
+from kustomized import GUIDE, JOBS, K8S, OTHERS, SERVING, STAYING, TRAINING, Rendered, rendered
 
 
 @pytest.fixture
@@ -38,8 +38,8 @@ def training(request: pytest.FixtureRequest) -> Rendered:
 
 
 @pytest.fixture
-def readme() -> str:
-    return (K8S / "README.md").read_text(encoding="utf-8")
+def guide() -> str:
+    return GUIDE.read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="session")

@@ -50,7 +50,7 @@ def test_the_host_is_the_same_everywhere_and_no_wildcard(with_tls):
     gateway, routes = gateway_and_routes(with_tls)
     hosts = {each["hostname"] for each in gateway["listeners"]}
     hosts |= {host for route in routes.values() for host in route["hostnames"]}
-    assert hosts == {"marsray.example.com"}, "README.md tells users to replace it"
+    assert hosts == {"marsray.example.com"}, "the guide tells users to replace it"
 
 
 def test_only_public_paths_are_routed(with_tls):
@@ -74,7 +74,7 @@ def test_a_stream_may_last_as_long_as_a_wait_and_the_longest_generation(with_tls
     assert longest <= int(seconds) <= 2 * longest
 
 
-def test_only_the_gateway_that_ends_tls_gets_a_load_balancer(with_tls, readme):
+def test_only_the_gateway_that_ends_tls_gets_a_load_balancer(with_tls, guide):
     (gateway,) = with_tls.of_kind("Gateway")
     named = gateway["spec"]["infrastructure"]["parametersRef"]["name"]
     (pods,) = (each for each in with_tls.of_kind("ConfigMap") if each["metadata"]["name"] == named)
@@ -82,7 +82,7 @@ def test_only_the_gateway_that_ends_tls_gets_a_load_balancer(with_tls, readme):
     assert parts["service"] == {"type": "LoadBalancer", "externalTrafficPolicy": "Local"}
     assert parts["horizontalPodAutoscaler"]["minReplicas"] > 1
     assert parts["podDisruptionBudget"] == {"minAvailable": 1}
-    assert "gatewayClasses.istio.service.spec.type=ClusterIP" in readme
+    assert "gatewayClasses.istio.service.spec.type=ClusterIP" in guide
     assert gateway["spec"]["gatewayClassName"] == "istio"
 
 

@@ -12,16 +12,16 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
-from kustomized import K8S, Document, needs_kubectl, quantity
+from kustomized import GUIDE, Document, needs_kubectl, quantity
 from mars_platform import __version__
 from mars_platform.cluster.processes import free_port
 
 pytestmark = needs_kubectl
 
-README = (K8S / "README.md").read_text(encoding="utf-8")
+TEXT = GUIDE.read_text(encoding="utf-8")
 VERSION = "1.32"
 OTHERS_KINDS = {"ray.io/v1", "monitoring.coreos.com/v1", "gateway.networking.k8s.io/v1"}
-USER_MADE = set(re.findall(r"^\| (Secret|ConfigMap) \| `([^`]+)` \|", README, re.MULTILINE))
+USER_MADE = set(re.findall(r"^\| (Secret|ConfigMap) \| `([^`]+)` \|", TEXT, re.MULTILINE))
 MADE_BY_OTHERS = {("ConfigMap", "kube-root-ca.crt")}
 VOLUMES = {"configMap", "downwardAPI", "emptyDir", "persistentVolumeClaim", "projected", "secret"}
 SECRET = re.compile(r"(PASSWORD|TOKEN|SECRET|_KEY)S?$")
@@ -194,10 +194,10 @@ def test_images_of_others_are_pinned_by_digest(manifests):
         assert is_placeholder or re.fullmatch("[0-9a-f]{64}", digest), where
 
 
-def test_the_readme_builds_the_images_that_the_manifests_name(render):
-    built = dict(re.findall(r"VARIANT=(\w+) --tag REGISTRY/marsray:(\S+)", README))
+def test_the_guide_builds_the_images_that_the_manifests_name(render):
+    built = dict(re.findall(r"VARIANT=(\w+) --tag REGISTRY/marsray:(\S+)", TEXT))
     assert built == {"cpu": f"{__version__}-cpu", "gpu": __version__}
-    assert set(re.findall(r"docker push REGISTRY/marsray:(\S+)", README)) == set(built.values())
+    assert set(re.findall(r"docker push REGISTRY/marsray:(\S+)", TEXT)) == set(built.values())
 
 
 def test_ray_is_the_installed_version(manifests):
@@ -206,7 +206,7 @@ def test_ray_is_the_installed_version(manifests):
         assert cluster["authOptions"] == {"mode": "token"}
 
 
-def test_a_referenced_object_exists_or_the_readme_says_who_creates_it(manifests, render):
+def test_a_referenced_object_exists_or_the_guide_says_who_creates_it(manifests, render):
     there = {
         (each["kind"], each["metadata"]["name"])
         for each in [*manifests.documents, *render("setup/common").documents]
@@ -215,11 +215,11 @@ def test_a_referenced_object_exists_or_the_readme_says_who_creates_it(manifests,
         assert reference in there | USER_MADE | MADE_BY_OTHERS, reference
 
 
-def test_services_that_others_create_are_in_the_readme(service):
+def test_services_that_others_create_are_in_the_guide(service):
     own = {each["metadata"]["name"] for each in service.of_kind("Service")}
     rules = [rule for route in service.of_kind("HTTPRoute") for rule in route["spec"]["rules"]]
     for backend in [each for rule in rules for each in rule.get("backendRefs", [])]:
-        assert backend["name"] in own or f"Service `{backend['name']}`" in README
+        assert backend["name"] in own or f"Service `{backend['name']}`" in TEXT
 
 
 def named(value: Any) -> Iterator[tuple[str, str]]:

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 K8S = Path(__file__).parents[2] / "k8s"
+GUIDE = K8S.parent / "docs" / "guides" / "kubernetes.md"
 SERVING = ["overlays/cpu-dev", "overlays/gpu", "overlays/ha"]
 TRAINING = ["overlays/cpu-dev-train", "overlays/gpu-multi-node-train"]
 JOBS = [

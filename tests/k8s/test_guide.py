@@ -1,4 +1,4 @@
-"""The README's commands name existing files, and its figures are those of the manifests."""
+"""The guide's commands name existing files, and its figures are those of the manifests."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ pytestmark = needs_kubectl
 ON_CPUS = [each for each in JOBS if "gpu" not in each]
 
 
-def commands(readme: str) -> list[str]:
+def commands(guide: str) -> list[str]:
     """Lines of the code blocks without comments; continued lines are joined."""
-    blocks = re.findall(r"^```sh\n(.+?)^```", readme, re.MULTILINE | re.DOTALL)
+    plain = re.sub(r"^ {4}", "", guide, flags=re.MULTILINE)  # blocks in tabs are indented
+    blocks = re.findall(r"^```sh\n(.+?)^```", plain, re.MULTILINE | re.DOTALL)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
     return [line for line in lines if line and not line.startswith("#")]
 
 
-def test_every_applied_directory_exists(readme):
-    named = re.findall(r"-k (k8s/[\w/-]+)", readme)
+def test_every_applied_directory_exists(guide):
+    named = re.findall(r"-k (k8s/[\w/-]+)", guide)
     assert len(set(named)) > 10
     for directory in named:
         assert (K8S.parent / directory / "kustomization.yaml").is_file(), directory
 
 
-def test_a_shell_can_read_every_line(readme):
-    found = commands(readme)
+def test_a_shell_can_read_every_line(guide):
+    found = commands(guide)
     assert len(found) > 40
     for line in found:
         words = shlex.split(line, comments=True)
@@ -38,15 +39,15 @@ def test_a_shell_can_read_every_line(readme):
         assert "wait" not in words or any(each.startswith("--timeout=") for each in words), line
 
 
-def test_every_object_that_users_create_has_a_command(readme):
-    made = re.findall(r"create (secret|configmap)(?: generic| tls| docker-registry)? (\S+)", readme)
-    table = re.findall(r"^\| (Secret|ConfigMap) \| `([^`]+)` \|", readme, re.MULTILINE)
+def test_every_object_that_users_create_has_a_command(guide):
+    made = re.findall(r"create (secret|configmap)(?: generic| tls| docker-registry)? (\S+)", guide)
+    table = re.findall(r"^\| (Secret|ConfigMap) \| `([^`]+)` \|", guide, re.MULTILINE)
     assert {(kind, name) for kind, name in made} == {(kind.lower(), name) for kind, name in table}
 
 
-def test_the_rollback_moves_the_link_that_is_served(render, readme):
+def test_the_rollback_moves_the_link_that_is_served(render, guide):
     gate = shlex.split(render("jobs/promote").ray["spec"]["entrypoint"])
-    (line,) = (each for each in commands(readme) if "marsray promote" in each)
+    (line,) = (each for each in commands(guide) if "marsray promote" in each)
     back = shlex.split(line)
     assert "--force" in back
     assert "--force" not in gate
@@ -68,12 +69,12 @@ def cpus(text: str) -> float:
     return int(text.removesuffix("m")) / 1000 if text.endswith("m") else float(text)
 
 
-def test_the_readmes_node_has_room_for_the_service_and_a_job(render, readme):
+def test_the_guides_node_has_room_for_the_service_and_a_job(render, guide):
     said = re.search(
         r"a node with (\d+) CPUs and (\d+) GiB: the service asks for "
         r"([\d.]+) CPUs and ([\d.]+) GiB, training for ([\d.]+) and ([\d.]+), each other job for "
         r"([\d.]+) and ([\d.]+)\s",
-        readme,
+        guide,
     )
     assert said is not None
     node, service, training, other = (
