@@ -23,7 +23,7 @@ test-full: $(VENV)/.installed-dev $(TRITON)/.installed $(VENV)/.browser lint
 
 # The documentation site, in build/site; a broken link or anchor is an error.
 docs: $(VENV)/.installed-dev
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	PYTHONPATH=docs/site $(BIN)/python -m marsray_docs.build build
 
 # The figures of the documentation's concepts, in docs/figures.
 figures: $(VENV)/.installed-dev
