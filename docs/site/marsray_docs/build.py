@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from marsray_docs import commands, families, metrics, repository, rest, settings
+from marsray_docs.diagrams import diagrams
 from marsray_docs.results import with_results
 
 CONFIG = repository.ROOT / "mkdocs.yml"
@@ -62,15 +63,15 @@ def stage(folder: Path) -> None:
         texts[place] = with_results(
             repository.with_links_of_the_site(path.read_text("utf-8"), place)
         )
+    texts |= {f"figures/{name}.svg": svg for name, svg in diagrams().items()}
     for place, text in texts.items():
         target = folder / place
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
     menu = set(_PAGE_OF_MENU.findall(CONFIG.read_text("utf-8")))
-    wrong += [f"the menu lacks {place}" for place in sorted(texts.keys() - menu)]
-    wrong += [
-        f"the menu names {place}, which is not there" for place in sorted(menu - texts.keys())
-    ]
+    pages = {place for place in texts if place.endswith(".md")}
+    wrong += [f"the menu lacks {place}" for place in sorted(pages - menu)]
+    wrong += [f"the menu names {place}, which is not there" for place in sorted(menu - pages)]
     if wrong:
         raise ValueError("\n".join(wrong))
 
