@@ -1,5 +1,6 @@
 """Says in words what the autoscaler decides and why τ and replicas change. Imports no Ray."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -25,7 +26,7 @@ _REASONS = {
     Reason.STEADY: "as many as the load needs",
     Reason.LOAD: "the arriving requests need them",
     Reason.QUEUE: "requests have waited longer than the objective, whatever speed was measured",
-    Reason.DEBT: "τ has been low for long, and replicas shall do what quality pays for now",
+    Reason.DEBT: "τ has been low for long, and one more replica lets it rise",
     Reason.BURSTS: "the arrivals need fewer, but bursts that have come again need them",
     Reason.IDLE: "fewer have been enough for a while",
     Reason.WAITING: "fewer would be enough, but not for long enough yet",
@@ -45,7 +46,9 @@ def decision_words(record: AutoscalerDecision) -> str:
     verb = "Keep" if after == before else "Go to"
     number = f"{after} replica{'s' if after != 1 else ''}"
     number += f" from {before}" if after != before else ""
-    parts = [f"{verb} {number}: {_REASONS[record.reason]}."]
+    is_short = record.reason is Reason.STEADY and math.ceil(record.needed - 0.01) > after
+    reason = "as many as are allowed" if is_short else _REASONS[record.reason]
+    parts = [f"{verb} {number}: {reason}."]
     if record.requests_per_s is not None:
         parts.append(
             f"{record.requests_per_s:.2g} requests arrive each second; "
