@@ -122,56 +122,51 @@ class DecodingRequest(Body):
     service_tier: ServiceTier | None = None
     """Quality and priority of the request."""
     session_id: str | None = None
-    """Name of the conversation, which counts before that of a user: its requests prefer the replica
-    of the last one."""
+    """Name of the conversation, whose requests prefer one replica; it overrides ``user``."""
     request_id: Annotated[str, Field(pattern=_ID)] | None = None
     """End of the response's ``id``, which is otherwise random."""
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    """Text that keeps the request's cached prefixes apart: only requests with the same one share
-    them, within a tenant."""
+    """Salt of the prefix cache: only requests of a tenant with the same salt share prefixes."""
     deadline_ms: Annotated[float, Field(gt=0, le=86_400_000, strict=True)] | None = None
-    """Milliseconds from arrival within which the output should begin. Among the requests of a key
-    those with the earliest deadline are served first; one that surely comes too late is refused."""
+    """Milliseconds until the output should begin. A key's earliest deadline is served first; a
+    request that is certain to miss its own is refused with 503."""
 
     mode: Mode | None = None
-    """Decoding mode; by default threshold for a request with a ``confidence_threshold``, and else
-    the model's setting: exact unless its operator has chosen a τ or lets the load move it."""
+    """Decoding mode: ``exact``, ``ar`` or ``threshold``. The default is ``threshold`` for a request
+    with a ``confidence_threshold``, and otherwise the model's own, ``exact`` unless configured."""
     confidence_threshold: AnyThreshold | None = None
-    """Fixed τ of mode threshold for this request, or an object of one for each span of the output:
-    ``thinking``, ``answer`` and ``tool_arguments``. What has none follows the server's live τ,
-    which may change while the request runs."""
+    """Fixed τ of mode ``threshold``, or one for each span: ``thinking``, ``answer`` and
+    ``tool_arguments``. Without it, the server's live τ applies and may change meanwhile."""
     min_confidence_threshold: Threshold | None = None
-    """Lowest τ that this request is decoded with, as a threshold of probability."""
+    """Lowest τ that may be used, as a threshold of probability."""
     confidence: Confidence | None = None
-    """Confidence measure that is compared with the threshold; probability by default."""
+    """Measure that is compared with τ: ``probability`` (default), ``margin`` or ``entropy``."""
     calibrated: Flag | None = None
-    """Correct the confidence with the checkpoint's calibration before it is compared."""
+    """Correct the confidence by ``calibration.json`` before it is compared with τ."""
 
     window: Annotated[int, Field(ge=0, le=_MAX_INT32, strict=True)] | None = None
-    """Number of masks that each pass feeds, at most the model's block size. By default the engine
-    chooses it from pass to pass by its load and by measured times, on which the output of mode
-    threshold then depends; with ``seed`` and a temperature it is the block size."""
+    """Masks per forward pass, up to the block size. By default it adapts to load, so outputs of
+    mode ``threshold`` can vary; with ``seed`` and a temperature it is the block size."""
 
     audit: Flag | None = None
-    """Let the output be decoded again to measure what faster decoding loses; true by default."""
+    """Allow quality audits of the output; true by default."""
 
     temperature: Annotated[float, Field(ge=0, le=2, strict=True)] | None = None
-    """Sampling temperature; by default 0 (greedy), not OpenAI's 1, to make answers reproducible."""
+    """Sampling temperature; 0 (greedy) by default, where OpenAI has 1."""
     seed: Annotated[int, Field(ge=-_SEEDS, lt=_SEEDS, strict=True)] | None = None
-    """Seed for sampling, below 2**63; a negative one counts modulo 2**63. By default a random one.
-    """
+    """Seed for sampling, below 2**63; random by default."""
     top_p: Annotated[float, Field(gt=0, le=1, strict=True)] | None = None
     """Sample from the likeliest tokens whose probabilities add up to this."""
     top_k: Annotated[int, Field(ge=-1, le=_MAX_INT32, strict=True)] | None = None
-    """Number of likeliest tokens to sample from; -1 and 0 mean all."""
+    """Sample from this many likeliest tokens; -1 and 0 mean all."""
     min_p: Annotated[float, Field(ge=0, le=1, strict=True)] | None = None
-    """Lowest probability of a sampled token, as a fraction of the likeliest token's."""
+    """Least probability of a sampled token, relative to the likeliest token's."""
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100, strict=True)] | None = None
-    """Divisor of positive logits of tokens in prompt and output, and factor of negative ones."""
+    """Penalty on tokens of prompt and output: divides positive logits, multiplies negative ones."""
     presence_penalty: Penalty | None = None
-    """Amount subtracted from the logit of each token in the output."""
+    """Amount subtracted from the logits of tokens that the output contains."""
     frequency_penalty: Penalty | None = None
-    """Amount subtracted from the logit of a token for each time that it stands in the output."""
+    """Amount subtracted from a token's logit for each occurrence in the output."""
     logit_bias: (
         Annotated[
             dict[TokenName, Bias],
@@ -180,45 +175,42 @@ class DecodingRequest(Body):
         ]
         | None
     ) = None
-    """Values added to the logits of tokens, by token id."""
+    """Values added to logits, by token id."""
     min_tokens: Annotated[int, Field(ge=0, le=_MAX_INT32, strict=True)] | None = None
-    """Number of output tokens before an end token or stop string may end the output. One that is
-    complete by its grammar ends sooner."""
+    """Least number of output tokens before an end token or stop string applies; a complete grammar
+    ends sooner."""
     thinking_token_budget: Annotated[int, Field(ge=-1, le=_MAX_INT32, strict=True)] | None = None
-    """Number of tokens behind which the model's thinking is ended; -1, the default, sets no limit.
-    """
+    """Largest number of thinking tokens; -1 (default) for no limit."""
     ignore_eos: Flag | None = None
-    """Go on behind the model's end tokens, which are then tokens like any other. Stop strings and
-    ``stop_token_ids`` still end the output; with a grammar it is refused."""
+    """Treat end tokens like any other. Stop strings and ``stop_token_ids`` still apply; refused
+    with a grammar."""
     allowed_token_ids: AllowedIds | None = None
-    """Ids of the tokens of which alone the output is made."""
+    """Ids of the only tokens that the output may contain."""
     bad_words: Annotated[list[BadWord], Field(max_length=_MAX_BAD_WORDS, fail_fast=True)] | None = (
         None
     )
-    """Texts whose tokens never stand in the output one behind the other, neither as they begin a
-    text nor as they follow a space."""
+    """Token sequences that must not appear in the output, given as text."""
     stop: StopStrings | None = None
-    """Strings; the output ends before the first one that occurs, in a chat outside the thinking."""
+    """Strings that end the output; in chats, thinking is not searched."""
     stop_token_ids: TokenIds | None = None
-    """Token ids; the output ends before the first one that occurs."""
+    """Ids of tokens that end the output."""
     include_stop_str_in_output: Flag | None = None
-    """Keep the stop string or token that ended the output in its text."""
+    """Keep the stop string or token in the text."""
     skip_special_tokens: Flag | None = None
-    """Leave special tokens out of the text; true by default. False is refused with tools."""
+    """Omit special tokens from the text; true by default, and required with tools."""
 
     add_special_tokens: Flag | None = None
-    """Let the tokenizer add its special tokens to a text; by default only in completions, since a
-    chat template writes them itself."""
+    """Let the tokenizer add its special tokens; by default only in completions."""
     truncate_prompt_tokens: NumKept | None = None
-    """Keep only this many tokens of a longer prompt; -1 keeps as many as fit beside the output."""
+    """Truncate a longer prompt to this many tokens; -1 keeps as many as fit beside the output."""
     truncation_side: Literal["left", "right"] | None = None
-    """Side on which a prompt is cut: left, the default, keeps its last tokens."""
+    """Side that is cut: ``left`` (default) keeps the last tokens."""
     return_passes: Flag | None = None
-    """Report in ``mars.pass`` of each event of a stream which tokens the forward pass accepted and
-    which proposals it rejected, with the confidence of each; streams only."""
+    """Report each forward pass in ``mars.pass``: accepted and rejected tokens with confidence;
+    streams only."""
 
     structured_outputs: Annotated[StructuredOutputs, at_most(16)] | None = None
-    """JSON schema, regular expression, grammar or choice that the output matches."""
+    """JSON schema, regular expression, Lark grammar or choice that the output must match."""
     neutral: ClassVar[Mapping[str, Neutral]] = {
         "guided_whitespace_pattern": Neutral(
             (), "white space is the grammar's own; use guided_regex for another"
@@ -268,20 +260,19 @@ class GenerationRequest(DecodingRequest):
     """Fields that OpenAI's two completing endpoints share."""
 
     stream_options: StreamOptions | None = None
-    """Options that add reports, such as token counts, to the events of a stream."""
+    """Token counts in streams: ``include_usage``, ``continuous_usage_stats``."""
     user: str | None = None
-    """Name of the end user or conversation, whose requests prefer the replica of the last one."""
+    """Name of the end user, whose requests prefer one replica."""
     n: Annotated[int, Field(ge=1, le=128, strict=True)] | None = None
-    """Number of outputs per prompt, 1 by default; output i is drawn with the seed plus i."""
+    """Number of outputs per prompt; output i uses the seed plus i."""
     prompt_logprobs: Annotated[int, Field(ge=0, le=20, strict=True)] | None = None
-    """Report the log-probability and rank of each prompt token, and as many of the likeliest tokens
-    there; whole responses only."""
+    """Log-probability and rank of each prompt token, and this many alternatives; not in streams."""
     return_tokens_as_token_ids: Flag | None = None
     """Write tokens of log-probabilities as ``token_id:5``."""
     return_token_ids: Flag | None = None
-    """Report the token ids of prompt and output."""
+    """Return the token ids of prompt and output."""
     response_format: ResponseFormat | None = None
-    """Form of the output: text, any JSON object, or JSON that satisfies a schema."""
+    """Text, any JSON object, or JSON by a schema."""
     guided_json: JsonSchema | None = None
     """Older form of ``json`` in ``structured_outputs``."""
     guided_regex: GrammarText | None = None
@@ -350,12 +341,12 @@ class CompletionRequest(GenerationRequest):
     prompt: AnyPrompt
     """Text, token ids, or a list of either."""
     max_tokens: Annotated[int, Field(ge=0, le=_MAX_INT32, strict=True)] | None = None
-    """Largest number of output tokens, 16 by default; 0 only scores the prompt, for ``echo`` or
+    """Largest number of output tokens, 16 by default; 0 scores the prompt, with ``echo`` or
     ``prompt_logprobs``."""
     logprobs: Annotated[int, Field(ge=0, le=5, strict=True)] | None = None
-    """Report the log-probabilities of each token and of this many likely alternatives."""
+    """Log-probabilities of each token and this many alternatives."""
     echo: Flag | None = None
-    """Begin the text and the log-probabilities with the prompt's."""
+    """Return the prompt before the output."""
     best_of: Annotated[int, Field(ge=1, le=128, strict=True)] | None = None
     """Accepted only if equal to n."""
     neutral: ClassVar[Mapping[str, Neutral]] = {
@@ -364,8 +355,8 @@ class CompletionRequest(GenerationRequest):
         "prompt_embeds": Neutral(([],), "prompts are text or token ids; give one as prompt"),
     }
     parse_special_tokens: Flag | None = None
-    """Let control tokens in a prompt's text act, such as ``<|im_start|>``; by default, they are
-    text. The key needs ``control_tokens: true``."""
+    """Read control tokens such as ``<|im_start|>`` in the prompt, which are text by default; needs
+    a key with ``control_tokens: true``."""
 
     @property
     def num_prompts(self) -> int | None:
@@ -406,28 +397,26 @@ class ChatCompletionRequest(GenerationRequest):
     parallel_tool_calls: Flag | None = None
     """Allow several tool calls in one message; true by default."""
     include_reasoning: Flag | None = None
-    """Return the model's thinking, too; true by default."""
+    """Return the model's thinking; true by default."""
     chat_template_kwargs: TemplateKwargs | None = None
     """Variables of the chat template, such as ``enable_thinking``."""
     reasoning_effort: Effort | None = None
-    """How much the model thinks before it answers. It sets the variables ``enable_thinking``,
-    ``thinking`` and ``reasoning_effort`` that the chat template has; if there are none, the header
-    ``X-Marsray-Unknown-Fields`` names the field."""
+    """How much the model thinks, by the template's variables ``enable_thinking``, ``thinking`` and
+    ``reasoning_effort``; without them it counts as unknown."""
     max_tokens: Count | None = None
-    """Older name of ``max_completion_tokens``; where both stand they must be equal."""
+    """Older name of ``max_completion_tokens``; if both are given they must be equal."""
     max_completion_tokens: Count | None = None
-    """Largest number of output tokens; by default what fits into the model's context."""
+    """Largest number of output tokens; by default what the context leaves."""
     logprobs: Flag | None = None
-    """Report the log-probability of each output token."""
+    """Return the log-probability of each output token."""
     top_logprobs: Annotated[int, Field(ge=0, le=20, strict=True)] | None = None
-    """Report the log-probabilities of this many likely alternatives, too."""
+    """Number of alternatives in ``logprobs``."""
     echo: Flag | None = None
-    """Begin the answer with the last message, if that is the assistant's."""
+    """Begin the answer with the last message, if it is the assistant's."""
     add_generation_prompt: Flag | None = None
-    """End the prompt with the beginning of the assistant's message, as by default unless
-    ``continue_final_message`` is set."""
+    """End the prompt with the start of the assistant's message; true by default."""
     continue_final_message: Flag | None = None
-    """Let the model go on with the last message, whose end is left open."""
+    """Continue the last message."""
     neutral: ClassVar[Mapping[str, Neutral]] = {
         **GenerationRequest.neutral,
         "functions": Neutral(([],), "tools have replaced them; use tools"),
