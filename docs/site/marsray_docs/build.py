@@ -26,10 +26,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "reference/families.md": families.page,
     "reference/rest.md": rest.page,
     "reference/metrics.md": metrics.page,
-    **{
-        f"reference/{name}.md": partial(settings.page, reference)
-        for name, reference in settings.REFERENCES.items()
-    },
+    **{f"reference/{name}.md": partial(settings.page, name) for name in settings.REFERENCES},
 }
 
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from mars_serve.config.settings import ModelSettings, ServeSettings
 from mars_serve.http.app import create_app
-from marsray_docs.schemas import meaning, type_of
+from marsray_docs.schemas import type_of
 from marsray_docs.tables import code, table, text
 
 _HEAD = """# REST endpoints
 
-Generated from the document that a server gives as `/openapi.json`. [Request fields](../request-fields.md) tells for every field
-of a request to generate whether it is honoured or refused, and [Serving](../serving.md#behaviour) how the server behaves.
-Each endpoint may answer with the errors below; their content is an [ErrorResponse](#errorresponse), in OpenAI's shape.
+Generated from the document that a server gives as `/openapi.json`, which has the schemas that are named here, with every field.
+[Request fields](request-fields.md) tells which fields of a request are honoured and which are refused, and [Connect clients](../guides/clients.md)
+how to call them. Endpoints below `/admin` and those for LoRA adapters need an administrator's key.
 
 """
 
@@ -35,22 +36,41 @@ def operations(found: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]
 def page() -> str:
     """Return the page as Markdown."""
     found = document()
-    parts = [_HEAD, table(["status", "error"], _errors(found)) + "\n"]
-    for method, path, operation in operations(found):
-        parts.append(f"## `{method} {path}`\n\n{_paragraphs(operation.get('description'))}\n\n")
-        body = operation.get("requestBody", {}).get("content", {})
-        parts += [f"Body: {_content(body)}\n\n"] if body else []
-        rows = [
-            (status, text(answer.get("description")), _content(answer.get("content", {})))
-            for status, answer in sorted(operation["responses"].items())
-            if not _is_error(answer)
+    rows = [
+        (code(f"{method} {path}"), _first_sentence(each), _body(each), _answer(each))
+        for method, path, each in operations(found)
+    ]
+    return "".join(
+        [
+            _HEAD,
+            table(["endpoint", "does", "body", "answer"], rows),
+            "\n## Errors\n\nTheir content is an `ErrorResponse` in OpenAI's shape; `/v1/messages` answers in Anthropic's.\n\n",
+            table(["status", "meaning"], _errors(found)),
         ]
-        parts.append(table(["status", "meaning", "content"], rows) + "\n")
-    parts.append("## Schemas\n\n")
-    for name, schema in sorted(found["components"]["schemas"].items()):
-        parts.append(f"### {name}\n\n{_paragraphs(schema.get('description'))}\n\n")
-        parts.append(_schema_body(schema))
-    return "".join(parts)
+    )
+
+
+def _first_sentence(operation: dict[str, Any]) -> str:
+    return text(re.split(r"(?<=\.)\s", operation.get("description", ""))[0])
+
+
+def _body(operation: dict[str, Any]) -> str:
+    return _content(operation.get("requestBody", {}).get("content", {}))
+
+
+def _answer(operation: dict[str, Any]) -> str:
+    """Return what an endpoint answers where nothing is wrong."""
+    answers = [each for each in operation["responses"].values() if not _is_error(each)]
+    told = (_content(each.get("content", {})) for each in answers)
+    return "; ".join(dict.fromkeys(each for each in told if each))
+
+
+def _content(content: dict[str, Any]) -> str:
+    """Return the schemas of a body, or its kind where it is not JSON."""
+    return ", ".join(
+        type_of(each.get("schema", {}), code) if kind == "application/json" else code(kind)
+        for kind, each in content.items()
+    )
 
 
 def _errors(found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -67,32 +87,3 @@ def _errors(found: dict[str, Any]) -> list[tuple[str, str]]:
 def _is_error(answer: dict[str, Any]) -> bool:
     schemas = [each.get("schema", {}) for each in answer.get("content", {}).values()]
     return any(str(schema.get("$ref", "")).endswith("/ErrorResponse") for schema in schemas)
-
-
-def _schema_body(schema: dict[str, Any]) -> str:
-    required = set(schema.get("required", ()))
-    rows = [
-        (
-            code(name) + (" (required)" if name in required else ""),
-            type_of(each, _link),
-            meaning(each),
-        )
-        for name, each in schema.get("properties", {}).items()
-    ]
-    if rows:
-        return table(["field", "type", "meaning"], rows) + "\n"
-    return f"{type_of(schema, _link)}\n\n"
-
-
-def _content(content: dict[str, Any]) -> str:
-    return "; ".join(
-        f"{code(kind)}: {type_of(each.get('schema', {}), _link)}" for kind, each in content.items()
-    )
-
-
-def _link(name: str) -> str:
-    return f"[{name}](#{name.lower()})"
-
-
-def _paragraphs(words: str | None) -> str:
-    return "\n\n".join(text(paragraph) for paragraph in (words or "").split("\n\n"))
