@@ -412,7 +412,9 @@ async def test_a_models_metrics_leave_out_other_models():
         records = await records_of(governor)
         found = await samples_of(governor, "m")
     assert "Replicas work at 50% of the calibrated speed." in decision_words(records[-1])
-    steady = records[-1].model_copy(update={"reason": Reason.STEADY, "needed": 3.0})
+    steady = records[-1].model_copy(
+        update={"reason": Reason.STEADY, "needed": 3.0, "replicas_before": 3}
+    )
     assert "3 replicas: as many as the load needs." in decision_words(steady)
     capped = steady.model_copy(update={"needed": 3.1})
     assert "3 replicas: as many as are allowed." in decision_words(capped)
