@@ -208,10 +208,10 @@ def _passes() -> Drawing:
         it.text(412, y, f"{len(found[mode])} passes", "right soft")
         begin = 0
         for number, text in enumerate(found[mode]):
-            if begin + len(text) > _LETTERS:
-                break
+            text = text[: _LETTERS - begin]
             x, width = 8 + begin * _LETTER, len(text) * _LETTER
-            it.box(x, y + 10, width, 26, [], "glow" if number % 2 else "box")
+            if text:
+                it.box(x, y + 10, width, 26, [], "glow" if number % 2 else "box")
             for place, letter in enumerate(text):
                 it.text(x + (place + 0.5) * _LETTER, y + 27, letter, "code")
             begin += len(text)

@@ -89,7 +89,7 @@ def _threshold() -> Figure:
     left.bar(x, [1, *(_most_tokens(point) for point in taus)], color=_LIGHT, ec=_DARK)
     exact = next(point for point in points if point["mode"] == "exact")
     left.axhline(_most_tokens(exact), color=_MIDDLE, ls="--")
-    left.text(-0.4, _most_tokens(exact) + 0.08, "mode exact, without loss", color=_MIDDLE)
+    left.text(-0.4, _most_tokens(exact) + 0.25, "mode exact, without loss", color=_MIDDLE)
     left.set(ylabel="tokens per forward pass")
     losses = [point["loss"] for point in taus]
     middle = [0, *(loss["value"] for loss in losses)]
