@@ -38,7 +38,7 @@ def _system() -> Drawing:
     it.line([(361, 126), (361, 198)])
     it.text(354, 154, "checkpoint and measured trade-off", "soft right")
     it.area(138, 172, 274, 170, "Ray Serve")
-    it.box(8, 200, 98, 52, ["Clients", "OpenAI's,", "Anthropic's"])
+    it.box(8, 196, 98, 60, ["Clients", "OpenAI's,", "Anthropic's"])
     it.box(152, 200, 94, 52, ["Ingress", "queue, keys"])
     it.box(306, 208, 98, 44, [])
     it.box(300, 200, 98, 46, ["Replicas", "an engine each"])
