@@ -9,6 +9,7 @@ import pytest
 
 from mars_platform.config import load_settings
 from mars_train.recipe import Recipe
+from marsray_docs.diagrams import diagrams
 from shell import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +38,13 @@ def test_the_figures_are_drawn_by_one_command(tmp_path: Path) -> None:
     run_script(f"PYTHONPATH={source} python -m marsray_docs.figures drawn", tmp_path)
     drawn = {each.name for each in (tmp_path / "drawn").iterdir()}
     assert drawn == {each.name for each in FIGURES.glob("*.svg")}
+
+
+def test_the_diagrams_show_todays_log() -> None:
+    drawn = diagrams()
+    assert len(drawn) > 5
+    for name, svg in drawn.items():
+        assert (FIGURES / f"{name}.svg").read_text(encoding="utf-8") == svg, "run make figures"
 
 
 def test_the_data_of_the_example_of_training_are_checkable(tmp_path: Path) -> None:

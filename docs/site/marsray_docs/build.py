@@ -18,6 +18,7 @@ from pathlib import Path
 from marsray_docs import commands, families, metrics, repository, rest, settings
 from marsray_docs.diagrams import diagrams
 from marsray_docs.results import with_results
+from marsray_docs.tables import with_plain_pipes
 
 CONFIG = repository.ROOT / "mkdocs.yml"
 _PAGE_OF_MENU = re.compile(r"^ +- .+: (\S+\.md)$", re.MULTILINE)
@@ -64,7 +65,7 @@ def stage(folder: Path) -> None:
     for place, text in texts.items():
         target = folder / place
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
+        target.write_text(with_plain_pipes(text), encoding="utf-8")
     menu = set(_PAGE_OF_MENU.findall(CONFIG.read_text("utf-8")))
     pages = {place for place in texts if place.endswith(".md")}
     wrong += [f"the menu lacks {place}" for place in sorted(pages - menu)]

@@ -26,3 +26,15 @@ def _escaped(words: str) -> str:
 def code(words: object) -> str:
     """Return a piece of code for a table's cell."""
     return "`" + str(words).replace("|", "\\|") + "`"
+
+
+def with_plain_pipes(markdown: str) -> str:
+    """Return a page whose code in tables has pipes as they are.
+
+    In the repository a pipe in a table's code needs a backslash, which Zensical would show.
+    """
+
+    def plain(row: re.Match[str]) -> str:
+        return re.sub(r"`[^`]*`", lambda found: found.group().replace("\\|", "|"), row.group())
+
+    return re.sub(r"^ *\|.*$", plain, markdown, flags=re.MULTILINE)
