@@ -25,7 +25,7 @@ test-full: $(VENV)/.installed-dev $(TRITON)/.installed $(VENV)/.browser lint
 docs: $(VENV)/.installed-dev
 	PYTHONPATH=docs/site $(BIN)/python -m marsray_docs.build build
 
-# The figures of the documentation's concepts, in docs/figures.
+# The figures and diagrams of the documentation, in docs/figures; docs/site/marsray_docs/figures.py names their data.
 figures: $(VENV)/.installed-dev
 	PYTHONPATH=docs/site $(BIN)/python -m marsray_docs.figures
 
