@@ -77,9 +77,9 @@ def test_programs_in_pages_get_answers_of_a_server(work: Path) -> None:
     served = "marsray serve --model mine=my-model/model --port 8000 >&2 &"
     ready = "curl --silent --retry 120 --retry-delay 1 --retry-all-errors --fail $SERVER/ready"
     parts = [f"SERVER=http://127.0.0.1:8000\nset -eu\n{served}\n{ready}\n"]
-    for page in (ROOT / "README.md", ROOT / "docs" / "howto" / "from-openai.md"):
+    for page in (ROOT / "README.md", ROOT / "docs" / "guides" / "clients.md"):
         program = program_with_server(blocks(page))
         assert program
         parts.append(f"python - <<'END OF PROGRAM'\n{program}END OF PROGRAM\n")
     printed = run_script("".join([*parts, "kill %1 && wait"]), work)
-    assert printed.count("'forward_passes': ") == 2
+    assert printed.count("'forward_passes': ") == 4

@@ -241,7 +241,7 @@ _ADAPTERS = """\
   # learns to predict several tokens a pass in a draft adapter, served beside the model
   - {{objective: mars, block_size: 4, adapter: {{}}, {sizes}}}"""
 _TEMPLATE = """\
-# Train with: marsray train THIS-FILE. Every setting: docs/training.md, or --set KEY=VALUE.
+# Train with: marsray train THIS-FILE. Every setting: docs/guides/train.md, or --set KEY=VALUE.
 model: {{base: {model}}}
 data:
   train: {train}
