@@ -37,7 +37,7 @@ def test_links_of_pages_lead_to_files_and_headings() -> None:
         ('<img src="b.svg">', "b.svg does not exist"),
         ("[a](#b)", "#b names no heading"),
         ("[a](README.md#b)", "README.md#b names no heading"),
-        ("[a](../../../../../etc/passwd)", "../../../../../etc/passwd is outside the repository"),
+        ("[a](../outside.md)", "../outside.md is outside the repository"),
         ("[a](https:/host/path)", "https:/host/path is no address"),
         ("[a](ftp://host/path)", "ftp://host/path is no address"),
         ("# The τ of `b`, now\n[a](#the-τ-of-b-now)", None),
@@ -45,16 +45,26 @@ def test_links_of_pages_lead_to_files_and_headings() -> None:
         ("```sh\n[a](b.md)\n```", None),
     ],
 )
-def test_a_link_that_leads_nowhere_is_told(text: str, wrong: str | None) -> None:
-    page = ROOT / "build" / "links.md"
-    page.parent.mkdir(exist_ok=True)
-    (page.parent / "README.md").write_text("# Title\n")
+def test_a_link_that_leads_nowhere_is_told(
+    text: str, wrong: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repository, "ROOT", tmp_path)
+    (tmp_path / "README.md").write_text("# Title\n")
+    page = tmp_path / "links.md"
     page.write_text(text, encoding="utf-8")
-    told = repository.broken_links(page)
-    assert told == ([f"build/links.md: {wrong}"] if wrong else [])
+    assert repository.broken_links(page) == ([f"links.md: {wrong}"] if wrong else [])
 
 
-def test_a_page_shows_a_table_of_the_log_with_its_date(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_menu_has_every_page() -> None:
+    menu = "nav:\n  - Home: index.md\n  - Guides:\n      - Serve it: guides/serve.md\n"
+    assert build.menu_gaps(menu, {"index.md", "guides/serve.md"}) == []
+    assert build.menu_gaps(menu, {"index.md", "guides/train.md"}) == [
+        "the menu lacks guides/train.md",
+        "the menu names guides/serve.md, which is not there",
+    ]
+
+
+def test_a_page_shows_a_table_of_the_log_with_its_date() -> None:
     found = results.read(LOG)
     assert found["speed"].rows == [["clients", "1", "64"], ["`exact`", "199", "451"]]
     (name, first) = next(iter(results.results().items()))

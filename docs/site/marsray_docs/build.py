@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import partial
 from pathlib import Path
 
@@ -59,19 +59,26 @@ def stage(folder: Path) -> None:
             continue
         wrong += repository.broken_links(path, generated)
         texts[place] = with_results(
-            repository.with_links_of_the_site(path.read_text("utf-8"), place)
+            repository.with_links_of_the_site(path.read_text(encoding="utf-8"), place)
         )
     texts |= {f"figures/{name}.svg": svg for name, svg in diagrams().items()}
     for place, text in texts.items():
         target = folder / place
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(with_plain_pipes(text), encoding="utf-8")
-    menu = set(_PAGE_OF_MENU.findall(CONFIG.read_text("utf-8")))
     pages = {place for place in texts if place.endswith(".md")}
-    wrong += [f"the menu lacks {place}" for place in sorted(pages - menu)]
-    wrong += [f"the menu names {place}, which is not there" for place in sorted(menu - pages)]
+    wrong += menu_gaps(CONFIG.read_text(encoding="utf-8"), pages)
     if wrong:
         raise ValueError("\n".join(wrong))
+
+
+def menu_gaps(config: str, pages: Set[str]) -> list[str]:
+    """Return in what the menu of a configuration differs from the pages, one line each."""
+    menu = set(_PAGE_OF_MENU.findall(config))
+    lacking = [f"the menu lacks {place}" for place in sorted(pages - menu)]
+    return lacking + [
+        f"the menu names {place}, which is not there" for place in sorted(menu - pages)
+    ]
 
 
 if __name__ == "__main__":
