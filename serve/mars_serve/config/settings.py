@@ -250,22 +250,30 @@ class KeySettings(Settings):
 
 
 class ProxySettings(Settings):
-    """How Ray Serve receives HTTP requests."""
+    """How Ray Serve receives HTTP requests.
+
+    On a running cluster its environment decides, but for ``num_replicas``: set on all nodes the
+    variables below, and ``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`` to
+    ``mars_serve.deploy.guard:guard_behind_haproxy``, or ``mars_serve.deploy.guard:guard`` with
+    Serve's Python proxy.
+    """
 
     kind: Literal["auto", "haproxy", "python"] = "auto"
-    """Kind of proxy; ``auto`` is haproxy if its package is installed (Linux only), else python. On
-    a running cluster the cluster's environment decides."""
+    """Kind of proxy; ``auto`` is haproxy if its package is installed (Linux only), else python.
+    Only haproxy closes a connection on which a client takes nothing of its answer for 60 s."""
     num_replicas: int = Field(default=1, ge=1)
     """Number of ingress replicas, which check requests, tokenize and stream. Rate limits of keys
     are divided evenly among them."""
     connections: int = Field(default=16384, ge=64)
-    """Largest number of clients' connections, fewer where the limit on open files is low. On a
-    running cluster the cluster's environment decides, here and below."""
+    """Largest number of clients' connections, fewer where the limit on open files is low. With
+    haproxy further ones wait, with python they are closed. Variable: MARSRAY_PROXY_CONNECTIONS."""
     connections_per_address: int = Field(default=8192, ge=0)
-    """Largest number of connections of one client's address, never more than three quarters of all;
-    0 for no limit of its own. Behind a load balancer, all clients have the load balancer's."""
+    """Largest number of connections of one IPv4 address or IPv6 network of 64 bits, never more than
+    three quarters of all; 0 for no such limit, as behind a load balancer, whose address all clients
+    have. Variable: MARSRAY_PROXY_CONNECTIONS_PER_ADDRESS."""
     request_wait_s: float = Field(default=10, gt=0, le=3600)
-    """Seconds within which the headers of a request must have arrived."""
+    """Seconds within which the headers of a request, and a body of up to 16 KB, must have arrived.
+    Variable: MARSRAY_PROXY_REQUEST_WAIT_S."""
 
 
 def _absolute_or_url(path: str) -> str:
