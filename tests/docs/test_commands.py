@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 _ENDS = ("&", "&&", "|", "||", ">", ">>", ";")
 _SHELL = re.compile(r"^ *```(?:sh|bash)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+_NAMED = re.compile(r"`marsray ([a-z]+)[ `]")
 SHELL = [
     (str(page.relative_to(ROOT)), line.strip())
     for page in PAGES
@@ -56,6 +57,14 @@ def parse(line: str) -> None:
 @pytest.mark.parametrize(("page", "line"), SHELL, ids=[line for _, line in SHELL])
 def test_a_command_that_a_page_shows_has_these_options(page: str, line: str) -> None:
     parse(line)
+
+
+def test_commands_that_the_prose_names_exist() -> None:
+    texts = {page.name: " ".join(page.read_text(encoding="utf-8").split()) for page in PAGES}
+    named = [(name, words) for name, text in texts.items() for words in _NAMED.findall(text)]
+    first = {command.split()[0] for command in commands()}
+    assert len(named) > 40
+    assert [each for each in named if each[1] not in first] == []
 
 
 def test_a_wrong_option_is_found() -> None:
