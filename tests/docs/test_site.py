@@ -163,3 +163,10 @@ def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
     assert "fonts.googleapis" not in "".join(
         each.read_text(encoding="utf-8") for each in site.rglob("*.css")
     )
+
+
+def test_code_in_tables_shows_pipes_without_backslashes(site: Path) -> None:
+    glossary, device = codes(site, "reference/glossary"), "--device <auto|cpu|cuda>"
+    assert "<|mask|>" in glossary
+    assert device in codes(site, "reference/commands")
+    assert not [each for each in glossary if r"\|" in each]
