@@ -1,6 +1,6 @@
 """Draws the figures of the pages: ``make figures`` writes ``docs/figures``.
 
-The data in ``docs/site/data`` come from the model of ``marsray demo --keep DIR``: ``frontier.json`` as
+The data in ``docs/site/data`` come from the model of ``marsray demo --keep DIR`` of 2026-11-28: ``frontier.json`` as
 ``marsray calibrate`` wrote it, ``passes.json`` the texts of each forward pass by ``marsray generate --json``
 on its first held-out prompt in each mode. ``calibration.png`` is the picture of the same calibration.
 """
