@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from ray.serve.schema import ServeDeploySchema
 
 from mars_autoscale.simulation.config import SimulationConfig
 from mars_platform.config import Settings, build_settings
@@ -88,6 +89,10 @@ def test_a_file_that_a_page_shows_is_valid(page: str, block: Block, tmp_path: Pa
     stem = Path(block.title).stem
     if stem == "keys":
         assert len(parse_keys(block.code, page)) > 1
+    elif stem == "ray-serve":
+        (found,) = ServeDeploySchema.model_validate(yaml.safe_load(block.code)).applications
+        assert found.import_path == "mars_serve.app:application"
+        build_settings({"insecure": True, **found.args}, ServeSettings, source=block.title)
     elif block.language == "yaml":
         (model,) = (each for name, each in MODELS.items() if stem.startswith(name))
         content = yaml.safe_load(block.code)
