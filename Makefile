@@ -25,8 +25,10 @@ test-full: $(VENV)/.installed-dev $(TRITON)/.installed $(VENV)/.browser lint
 docs: $(VENV)/.installed-dev
 	PYTHONPATH=docs/site $(BIN)/python -m marsray_docs.build build
 
-# The figures and diagrams of the documentation, in docs/figures; docs/site/marsray_docs/figures.py names their data.
+# The tables of the log in the pages of docs, and the figures and diagrams in docs/figures, whose data
+# docs/site/marsray_docs/figures.py names.
 figures: $(VENV)/.installed-dev
+	PYTHONPATH=docs/site $(BIN)/python -m marsray_docs.results
 	PYTHONPATH=docs/site $(BIN)/python -m marsray_docs.figures
 
 # The table of model families, in docs/site/data: of all, which takes minutes, or FAMILIES="NAME ...".

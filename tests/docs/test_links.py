@@ -64,14 +64,27 @@ def test_the_menu_has_every_page() -> None:
     ]
 
 
+def test_pages_show_the_tables_of_todays_log() -> None:
+    pages = results.pages()
+    assert sum(text.count("<!-- results:") for text in pages.values()) > 10
+    assert [page for page in pages if page.read_text() != pages[page]] == [], "run make figures"
+
+
 def test_a_page_shows_a_table_of_the_log_with_its_date() -> None:
-    found = results.read(LOG)
-    assert found["speed"].rows == [["clients", "1", "64"], ["`exact`", "199", "451"]]
+    assert results.read(LOG)["speed"].rows == [["clients", "1", "64"], ["`exact`", "199", "451"]]
     (name, first) = next(iter(results.results().items()))
-    shown = results.with_results(f"Before.\n\n{{{{ results:{name} }}}}\n\nAfter.")
-    assert shown == f"Before.\n\n{first.table}\n*{first.caption}.*\n\n\nAfter."
-    with pytest.raises(ValueError, match="no log has results:none"):
-        results.with_results("{{ results:none }}")
+    begin, end = f"<!-- results:{name} -->\n", "<!-- /results -->\n"
+    table = f"\n{first.table}\n*{first.caption}.*\n\n"
+    assert results.with_results(f"a\n{begin}| old |\n{end}b") == f"a\n{begin}{table}{end}b"
+    for wrong in (
+        begin,
+        end,
+        begin * 2 + end,
+        begin + "words\n" + end,
+        begin.replace(name, "no") + end,
+    ):
+        with pytest.raises(ValueError, match="needs a NAME"):
+            results.with_results(wrong)
 
 
 @pytest.mark.parametrize(

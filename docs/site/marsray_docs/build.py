@@ -16,8 +16,6 @@ from functools import partial
 from pathlib import Path
 
 from marsray_docs import commands, families, metrics, repository, rest, settings
-from marsray_docs.diagrams import diagrams
-from marsray_docs.results import with_results
 from marsray_docs.tables import with_plain_pipes
 
 CONFIG = repository.ROOT / "mkdocs.yml"
@@ -35,7 +33,7 @@ def main(folder: Path) -> None:
     """Build the site into ``site`` in a folder; what it is built from lies beside it.
 
     Raises:
-        ValueError: a link leads nowhere, a page is not in the menu, or a result is not in the log.
+        ValueError: a link leads nowhere, or a page is not in the menu.
         subprocess.CalledProcessError: Zensical found an error, and has printed it.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -58,10 +56,7 @@ def stage(folder: Path) -> None:
             shutil.copyfile(path, target)
             continue
         wrong += repository.broken_links(path, generated)
-        texts[place] = with_results(
-            repository.with_links_of_the_site(path.read_text(encoding="utf-8"), place)
-        )
-    texts |= {f"figures/{name}.svg": svg for name, svg in diagrams().items()}
+        texts[place] = repository.with_links_of_the_site(path.read_text(encoding="utf-8"), place)
     for place, text in texts.items():
         target = folder / place
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -41,11 +41,7 @@ def main(folder: Path = FIGURES) -> None:
     for name, diagram in diagrams().items():
         (folder / f"{name}.svg").write_text(diagram, encoding="utf-8")
     with matplotlib.rc_context(_STYLE):
-        drawn = {
-            "visibility": _visibility(),
-            "threshold": _threshold(),
-            "knobs": _knobs(),
-        }
+        drawn = {"visibility": _visibility(), "threshold": _threshold(), "knobs": _knobs()}
         for name, figure in drawn.items():
             text = io.StringIO()
             figure.savefig(

@@ -103,7 +103,7 @@ def broken_links(page: Path, generated: Container[str] = ()) -> list[str]:
 
     Args:
         page: the page.
-        generated: paths of pages that are there once the site is built.
+        generated: paths of pages that only the site has; pages outside ``docs`` cannot lead to them.
     """
     text, name = _FENCE.sub("", page.read_text(encoding="utf-8")), page.relative_to(ROOT)
     targets = [found["target"] for found in _LINK.finditer(text)] + _SOURCE.findall(text)
@@ -118,7 +118,7 @@ def _wrong(page: Path, target: str, generated: Container[str]) -> str:
     file = Path(os.path.normpath(page.parent / path)) if path else page
     if not file.is_relative_to(ROOT):
         return "is outside the repository"
-    if str(file.relative_to(ROOT)) in generated:
+    if page.is_relative_to(ROOT / DOCS) and str(file.relative_to(ROOT)) in generated:
         return ""
     if not file.exists():
         return "does not exist"

@@ -1,7 +1,7 @@
-"""Puts tables of the log of experiments into pages, with date and machine.
+"""Writes tables of the log of experiments into the pages of ``docs``: ``make figures`` runs it.
 
 A table of ``bench/log/*.md`` stands between ``<!-- results:NAME YYYY-MM-DD, machine; what -->`` and
-``<!-- /results -->``; a page shows it where it has ``{{ results:NAME }}`` on a line of its own.
+``<!-- /results -->``; a page shows it, with the words of its mark, between ``<!-- results:NAME -->`` and the same end.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
-from marsray_docs.repository import ROOT
+from marsray_docs.repository import DOCS, ROOT
 
 LOGS = ROOT / "bench" / "log"
-_MARK = re.compile(r"^<!-- results:.*$", re.MULTILINE)
+_MARK = re.compile(r"^<!-- /?results.*$", re.MULTILINE)
 _RESULT = re.compile(
     r"^<!-- results:(?P<name>[\w-]+) (?P<caption>\d{4}-\d\d-\d\d, .+) -->\n+(?P<table>(?:\|.*\n)+)\n*<!-- /results -->$",
     re.MULTILINE,
 )
-_PLACE = re.compile(r"^\{\{ results:(?P<name>.*) \}\}$", re.MULTILINE)
+_PLACE = re.compile(r"^<!-- results:(.*) -->\n(?:[|*].*\n|\n)*<!-- /results -->$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,7 @@ def results() -> dict[str, Result]:
 def read(text: str) -> dict[str, Result]:
     """Return the marked tables of a text by their names, or raise as :func:`results` does."""
     found = list(_RESULT.finditer(text))
-    whole = {each.group().partition("\n")[0] for each in found}
-    wrong = [mark for mark in _MARK.findall(text) if mark not in whole]
-    if wrong:
+    if wrong := _MARK.findall(_RESULT.sub("", text)):
         raise ValueError(f"needs NAME YYYY-MM-DD, a table and <!-- /results -->: {wrong}")
     names = [each["name"] for each in found]
     if len(set(names)) < len(names):
@@ -60,17 +59,28 @@ def read(text: str) -> dict[str, Result]:
     return {each["name"]: Result(each["caption"], each["table"]) for each in found}
 
 
+def pages() -> dict[Path, str]:
+    """Return the pages of ``docs`` with today's tables, or raise as :func:`with_results` does."""
+    files = (ROOT / DOCS).rglob("*.md")
+    return {file: with_results(file.read_text(encoding="utf-8")) for file in files}
+
+
 def with_results(markdown: str) -> str:
-    """Return a page with the tables that it names.
+    """Return a page with today's tables between its marks.
 
     Raises:
-        ValueError: the log has no table of a name.
+        ValueError: the log has no table of a mark's name, or a mark has no end.
     """
+    shown = {
+        name: f"<!-- results:{name} -->\n\n{each.table}\n*{each.caption}.*\n\n<!-- /results -->"
+        for name, each in results().items()
+    }
+    rest = _PLACE.sub(lambda place: "" if place[1] in shown else place[0], markdown)
+    if wrong := _MARK.findall(rest):
+        raise ValueError(f"needs a NAME of {sorted(shown)} and <!-- /results -->: {wrong}")
+    return _PLACE.sub(lambda place: shown[place[1]], markdown)
 
-    def shown(place: re.Match[str]) -> str:
-        result = results().get(place["name"])
-        if result is None:
-            raise ValueError(f"no log has results:{place['name']}; there are {sorted(results())}")
-        return f"{result.table}\n*{result.caption}.*\n"
 
-    return _PLACE.sub(shown, markdown)
+if __name__ == "__main__":
+    for page, text in pages().items():
+        page.write_text(text, encoding="utf-8")
