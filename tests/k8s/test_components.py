@@ -90,9 +90,9 @@ def test_a_permanent_cluster_equals_that_of_the_jobs_without_a_run(render, stayi
     assert stays == ends
 
 
-def test_the_readme_leads_to_the_permanent_cluster(render, readme):
+def test_the_guide_leads_to_the_permanent_cluster(render, guide):
     for name in STAYING:
         cluster = render(name).ray["metadata"]["name"]  # KubeRay names the Secret like it
-        assert f"raycluster/{cluster} " in readme
-        assert f"port-forward svc/{cluster}-head-svc 8265:8265" in readme
-        assert f"get secret {cluster} --output jsonpath='{{.data.auth_token}}'" in readme
+        assert f"raycluster/{cluster} " in guide
+        assert f"port-forward svc/{cluster}-head-svc 8265:8265" in guide
+        assert f"get secret {cluster} --output jsonpath='{{.data.auth_token}}'" in guide

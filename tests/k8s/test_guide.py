@@ -73,7 +73,7 @@ def test_the_guides_node_has_room_for_the_service_and_a_job(render, guide):
     said = re.search(
         r"a node with (\d+) CPUs and (\d+) GiB: the service asks for "
         r"([\d.]+) CPUs and ([\d.]+) GiB, training for ([\d.]+) and ([\d.]+), each other job for "
-        r"([\d.]+) and ([\d.]+)\s",
+        r"([\d.]+) and ([\d.]+)\.\s",
         guide,
     )
     assert said is not None

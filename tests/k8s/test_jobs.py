@@ -37,8 +37,8 @@ def test_marsray_accepts_the_entrypoint(job):
     parse(*line)
 
 
-def test_marsray_accepts_the_commands_of_the_readme(readme):
-    lines = re.findall(r"^(?:kubectl .+ -- )?marsray ((?:key|promote) .+)$", readme, re.MULTILINE)
+def test_marsray_accepts_the_commands_of_the_guide(guide):
+    lines = re.findall(r"^(?:kubectl .+ -- )?marsray ((?:key|promote) .+)$", guide, re.MULTILINE)
     found = [shlex.split(line, comments=True) for line in lines]
     assert {name for name, *_ in found} == {"key", "promote"}
     for line in found:

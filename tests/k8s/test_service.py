@@ -209,24 +209,24 @@ def test_a_password_is_no_configuration_of_redis(render, tmp_path, password):
     ]
 
 
-def test_ha_upgrades_in_steps_whose_needs_the_readme_names(render, readme):
+def test_ha_upgrades_in_steps_whose_needs_the_guide_names(render, guide):
     service = render("overlays/ha")
     strategy = service.ray["spec"]["upgradeStrategy"]
     assert strategy["type"] == "NewClusterWithIncrementalUpgrade"
     assert service.cluster["enableInTreeAutoscaling"] is True
     assert strategy["clusterUpgradeOptions"]["stepSizePercent"] == 10  # a tenth
     assert service.workers["minReplicas"] == 3
-    assert "at least three GPUs have to be free" in readme
+    assert "at least three GPUs have to be free" in guide
     assert strategy["clusterUpgradeOptions"]["gatewayClassName"] == "istio"
     # without these settings the namespace refuses its pods, and its Service is a load balancer
-    assert "--set gateways.seccompProfile.type=RuntimeDefault" in readme
-    assert "--set gatewayClasses.istio.service.spec.type=ClusterIP" in readme
+    assert "--set gateways.seccompProfile.type=RuntimeDefault" in guide
+    assert "--set gatewayClasses.istio.service.spec.type=ClusterIP" in guide
 
 
-def test_the_overlay_has_the_value_that_starts_a_rollout(service, readme):
+def test_the_overlay_has_the_value_that_starts_a_rollout(service, guide):
     text = (K8S / service.name / "kustomization.yaml").read_text(encoding="utf-8")
     (value,) = re.findall(r'/annotations/marsray\.dev~1rollout, value: "(\w+)"', text)
     assert service.workers["template"]["metadata"]["annotations"]["marsray.dev/rollout"] == value
-    assert "`marsray.dev~1rollout`" in readme
+    assert "`marsray.dev~1rollout`" in guide
     # the next apply would undo a patch of the live object by another rollout
-    assert not re.search(r"patch rayservice[^`]+workerGroupSpecs", readme)
+    assert not re.search(r"patch rayservice[^`]+workerGroupSpecs", guide)
