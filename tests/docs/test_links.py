@@ -67,7 +67,8 @@ def test_the_menu_has_every_page() -> None:
 def test_pages_show_the_tables_of_todays_log() -> None:
     pages = results.pages()
     assert sum(text.count("<!-- results:") for text in pages.values()) > 10
-    assert [page for page in pages if page.read_text() != pages[page]] == [], "run make figures"
+    changed = [page for page, text in pages.items() if page.read_text(encoding="utf-8") != text]
+    assert changed == [], "run make figures"
 
 
 def test_a_page_shows_a_table_of_the_log_with_its_date() -> None:

@@ -1,4 +1,4 @@
-"""What the processes of `stage_runs` need, for the server that forks them: it loads this once.
+"""Loads what the processes of `stage_runs` need, once, in the server that forks them.
 
 Transformers compiles a thousand expressions before a process loads its first model.
 """

@@ -25,10 +25,10 @@ from mars_autoscale.traces.files import TraceRequest
 from mars_autoscale.traces.synthetic import generate
 from mars_platform.config import load_settings
 from mars_platform.method.rules import visibility
-from marsray_docs.diagrams import diagrams
+from marsray_docs.diagrams import DATA, diagrams
+from marsray_docs.repository import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
-FIGURES, DATA = ROOT / "docs" / "figures", ROOT / "docs" / "site" / "data"
+FIGURES = ROOT / "docs" / "figures"
 _STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "marsray", "font.family": "sans-serif",
           "axes.spines.top": False, "axes.spines.right": False, "font.size": 11}  # fmt: skip
 _DARK, _MIDDLE, _LIGHT = "#1c1c1c", "#b5482f", "#d9d9d9"

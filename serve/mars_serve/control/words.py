@@ -1,6 +1,5 @@
 """Says in words what the autoscaler decides and why τ and replicas change. Imports no Ray."""
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -46,7 +45,7 @@ def decision_words(record: AutoscalerDecision) -> str:
     verb = "Keep" if after == before else "Go to"
     number = f"{after} replica{'s' if after != 1 else ''}"
     number += f" from {before}" if after != before else ""
-    is_short = record.reason is Reason.STEADY and math.ceil(record.needed - 0.01) > after
+    is_short = record.reason is Reason.STEADY and record.needed > after + 0.01
     reason = "as many as are allowed" if is_short else _REASONS[record.reason]
     parts = [f"{verb} {number}: {reason}."]
     if record.requests_per_s is not None:

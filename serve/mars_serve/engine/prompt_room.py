@@ -50,8 +50,8 @@ class PromptRoom:
         self._left: int | None = None
         self._positions = self._cached_tokens = 0
         self._base_s = self._pairs_s = self._waited_s = 0.0
-        self._came = dict[Request, float]()
-        """Time since when each prompt waits for its first position."""
+        self._came = dict[int, float]()
+        """Time since when each prompt, by its arrival, waits for its first position."""
 
     def note(self, request: Request) -> None:
         """Note that a request has come."""
@@ -79,7 +79,7 @@ class PromptRoom:
         self._base_s = self._times.at(self._positions, self._cached_tokens)
         now_s, first = self._clock(), max((row.request.rank for row in decoding), default=0)
         waiting = (each for each in prompts if each.queue_s is None and each.rank >= first)
-        self._came = {each: self._came.get(each, now_s) for each in waiting}
+        self._came = {each.arrival: self._came.get(each.arrival, now_s) for each in waiting}
         since_s = now_s if is_shared else min(self._came.values(), default=now_s)
         self._waited_s = min(now_s - since_s, _LONGEST_S)
         return bool(decoding) or is_shared

@@ -75,8 +75,8 @@ def prepare_process() -> None:
 
 def load(start: EngineStart) -> LoadedEngine:
     """Load an engine and warm it up."""
-    # A core is left to what starts beside it: threads that share one wait for each other by turns,
-    # for seconds. Steps get a number by the size of the model.
+    # Without a setting, a core is left to what starts beside it: threads that share one wait for
+    # each other by turns, for seconds. Steps get a number by the size of the model.
     torch.set_num_threads(start.settings.num_threads or max(1, start.num_threads - 1))
     engine = load_engine(start.settings)
     torch.set_num_threads(threads_for(start, engine.num_parameters))

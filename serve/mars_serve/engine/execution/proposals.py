@@ -95,19 +95,18 @@ def _propose(
     logits: Tensor, part: slice, reads: Reads, banned: Tensor, choose_tokens: ChooseTokens | None
 ) -> Tensor:
     """Return the token of each read and the bits of its confidence: int32 [part, 2]."""
-    log_probs, used = logits, reads.used_measures
-    if used:
-        raw = logits
-        if reads.temperatures is not None:
-            raw = logits / reads.temperatures[part, None].float()
+    log_probs: Tensor | None = None
+    if reads.used_measures:
+        divisors = reads.temperatures
+        raw = logits if divisors is None else logits / divisors[part, None].float()
         log_probs = log_probabilities(raw)  # of all tokens, banned ones included
     most, tokens = logits.index_fill_(-1, banned, -torch.inf).max(-1)  # faster than argmax
     if choose_tokens is not None:
         tokens.index_copy_(0, *choose_tokens(logits))
-    if used:
-        confidences = _confidences(log_probs, tokens, reads.measures[part], used)
+    if log_probs is None:
+        confidences = (most - most).float() + 1.0  # NaN where `most` is not finite
     else:
-        confidences = (most - most).float() + 1.0
+        confidences = _confidences(log_probs, tokens, reads.measures[part], reads.used_measures)
     return torch.stack([tokens.int(), confidences.view(torch.int32)], dim=1)
 
 
