@@ -414,7 +414,8 @@ class ChatCompletionRequest(GenerationRequest):
     echo: Flag | None = None
     """Begin the answer with the last message, if it is the assistant's."""
     add_generation_prompt: Flag | None = None
-    """End the prompt with the start of the assistant's message; true by default."""
+    """End the prompt with the start of the assistant's message; true by default, but not with
+    ``continue_final_message``."""
     continue_final_message: Flag | None = None
     """Continue the last message."""
     neutral: ClassVar[Mapping[str, Neutral]] = {
