@@ -274,13 +274,13 @@ class GenerationRequest(DecodingRequest):
     response_format: ResponseFormat | None = None
     """Text, any JSON object, or JSON by a schema."""
     guided_json: JsonSchema | None = None
-    """Older form of ``json`` in ``structured_outputs``."""
+    """Older form of ``structured_outputs.json``."""
     guided_regex: GrammarText | None = None
-    """Older form of ``regex`` there."""
+    """Older form of ``structured_outputs.regex``."""
     guided_grammar: GrammarText | None = None
-    """Older form of ``grammar`` there."""
+    """Older form of ``structured_outputs.grammar``."""
     guided_choice: Alternatives | None = None
-    """Older form of ``choice`` there."""
+    """Older form of ``structured_outputs.choice``."""
 
     @property
     @abstractmethod
