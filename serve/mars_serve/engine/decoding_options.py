@@ -209,7 +209,8 @@ class DecodingOptions:
     """Spans of the output with a τ of their own, in mode threshold; None if there are none."""
 
     reports_rejected: bool = False
-    """Whether each output tells which proposals its pass rejected."""
+    """Whether each output tells the confidences of its tokens and which proposals its pass
+    rejected."""
 
     @cached_property  # since it is read for each row of each step
     def is_plain(self) -> bool:

@@ -494,11 +494,12 @@ class Engine:
         self._scheduler.commit_cached(row, min(result.num_right, len(tokens)))
         if reason is not None:
             self._end(request, reason)
+        has_confidences = request.options.reports_rejected
         return StepOutput(
             request.id,
             tokens,
             reason,
-            confidences=result.confidences[: len(tokens)],
+            confidences=result.confidences[: len(tokens)] if has_confidences else [],
             logprobs=result.logprobs[: len(tokens)],
             rejected=result.rejected if reason is None else [],
         )

@@ -37,8 +37,8 @@ class StepOutput:
     num_positions: int = field(default=0, compare=False)
     """Positions that the pass fed for the request: committed tokens, drafts and masks."""
     confidences: list[float] = field(default_factory=list)
-    """Confidence of each accepted token, by the request's own measure; that of a pass with one
-    proposal may be left at 1 unless the request wants `rejected`."""
+    """Confidence of each accepted token, by the request's own measure, if the request wants
+    `rejected`."""
     rejected: list[tuple[int, float]] = field(default_factory=list)
     """Tokens that were proposed behind the accepted ones and rejected, each with its confidence, if
     the request wants them; none behind the end of the output."""

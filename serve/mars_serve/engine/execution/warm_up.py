@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 
 from mars_autoscale.model.step_times import StepTimes
 from mars_platform.method.mode import Mode
@@ -144,8 +145,10 @@ def measure_steps(
     narrow, wide = (max(0.0, seconds[i] - seconds[j]) / difference for i, j in ((0, 1), (2, -1)))
     most = num_rows * max(long, 1)
     mask_s = _mask_seconds(timer, grid, sizes.window, repeats) if sizes.masks_apart else 0.0
+    # Other processes may hold up all runs of a step. It takes no longer than one of more positions.
+    bounded = [*accumulate(reversed(seconds[len(ends) :]), min)][::-1]
     table, position_s = [], math.inf
-    for count, time_s in zip(grid.positions, seconds[len(ends) :], strict=True):
+    for count, time_s in zip(grid.positions, bounded, strict=True):
         time_s = min(time_s, _MOST_OVER * count * position_s)
         position_s = min(position_s, time_s / count)
         share = max(0, count - num_rows) / max(largest - num_rows, 1)

@@ -179,6 +179,18 @@ def test_a_long_step_that_was_held_up_in_its_only_run_looks_twice_as_long_at_mos
     assert max(slowdowns(times)) <= 2 * 0.00132 / 32 * 100 / 0.002
 
 
+def test_a_step_that_was_always_held_up_looks_no_longer_than_a_wider_one(
+    machine: Callable[..., Machine],
+) -> None:
+    def cost(rows: Sequence[ScheduledRow]) -> float:
+        num_positions = sum(row.num_positions for row in rows)
+        return line_s(rows) * (9 if 5 < num_positions < 40 else 1)
+
+    times = measure_steps(machine(cost).timer(), SIZES)
+    widest = times.at(times.positions[-1], 0)
+    assert all(times.at(count, 0) <= widest for count in times.positions)
+
+
 @pytest.mark.parametrize("read_s", [0.0, 2e-5])
 def test_steps_of_prompts_take_a_share_of_those_whose_logits_are_read(
     machine: Callable[..., Machine], read_s: float
