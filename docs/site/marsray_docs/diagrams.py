@@ -169,7 +169,7 @@ def _gain_by_clients() -> Drawing:
     it = Drawing(420, 318, "Tokens per second by clients: exact leads below 16 clients, vLLM above")
     head, *rows = results()["served"].rows
     clients = [int(cell) for cell in head[1:]]
-    lines = {name.strip("`"): [float(cell) for cell in cells] for name, *cells in rows}
+    lines = {name.strip("`"): [float(cell.split()[0]) for cell in cells] for name, *cells in rows}
     shown = {"exact": "accent", "ar": "", "vLLM": "dashed"}
     most = max(value for name in shown for value in lines[name])
     left, right, top, bottom = 44, 352, 34, 268
