@@ -38,7 +38,7 @@ class Drawing:
     width: int
     height: int
     title: str
-    """What a reader who does not see the diagram is told."""
+    """Words that say what the diagram shows to readers who do not see it."""
     parts: list[str] = field(default_factory=list)
 
     def text(self, x: float, y: float, words: str, kind: str = "") -> None:
