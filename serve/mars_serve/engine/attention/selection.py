@@ -12,7 +12,9 @@ from mars_platform.mixing.specs import AttentionSpec
 from mars_serve.engine.attention.gathered import GatheredAttention
 from mars_serve.engine.attention.interface import Attention, group_layers
 from mars_serve.engine.attention.mixed import MixedAttention, MixedPagedAttention
+from mars_serve.engine.attention.native import NativeAttention
 from mars_serve.engine.attention.paged import PagedAttention
+from mars_serve.engine.kernels.native import native_for
 from mars_serve.engine.settings import EngineSettings
 
 _log = logging.getLogger(__name__)
@@ -51,6 +53,11 @@ def choose_attention(
         _log.info("attention reads pages in place")
         paged = [PagedAttention(group, num_pages=count, **options) for group, count in sizes]
         return paged[0] if is_uniform else MixedPagedAttention(paged, places)
+    native = None if settings.batch_invariant else native_for(device, dtype)
+    if native is not None:
+        _log.info("attention reads pages in place, by functions of C++")
+        read = [NativeAttention(each, num_pages=n, native=native, **options) for each, n in sizes]
+        return read[0] if is_uniform else MixedAttention(read, places)
     _log.info("attention gathers pages: %s", reason)
     options["batch_invariant"] = settings.batch_invariant
     gathered = [GatheredAttention(group, num_pages=count, **options) for group, count in sizes]

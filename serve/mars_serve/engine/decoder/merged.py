@@ -18,6 +18,8 @@ from transformers import PreTrainedModel
 
 from mars_platform.mixing.bind import AttentionCall, bound, mixing_now
 from mars_platform.mixing.head import decoder_of, layers_of
+from mars_serve.engine.decoder.native import NativeLayer
+from mars_serve.engine.kernels.native import Native
 
 _PARTS = {
     "": {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"},
@@ -55,14 +57,14 @@ class MergedLayer(nn.Module):
         super().__init__()
         own, mlp = layer.self_attn, layer.mlp
         none = torch.empty(0)
-        self._call = call._replace(query=none, key=none, value=none)
-        self._heads = [call.query.shape[1], call.key.shape[1], call.value.shape[1]]
-        self._head_dim = call.query.shape[-1]
+        self.call = call._replace(query=none, key=none, value=none)
+        self.heads = [call.query.shape[1], call.key.shape[1], call.value.shape[1]]
+        self.head_dim = call.query.shape[-1]
         self.attention_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
         self.query_norm, self.key_norm = getattr(own, "q_norm", None), getattr(own, "k_norm", None)
         self.qkv = MergedLinear([own.q_proj, own.k_proj, own.v_proj])
         self.output, self.gate_up = own.o_proj, MergedLinear([mlp.gate_proj, mlp.up_proj])
-        self.down, self._activation = mlp.down_proj, mlp.act_fn
+        self.down, self.activation = mlp.down_proj, mlp.act_fn
 
     def forward(
         self, hidden_states: Tensor, *_: Any, position_embeddings: tuple[Tensor, Tensor], **__: Any
@@ -71,20 +73,20 @@ class MergedLayer(nn.Module):
         normed = self.attention_norm(hidden_states)
         hidden_states = hidden_states + self.output(self._attend(normed, position_embeddings))
         gate, up = self.gate_up(self.mlp_norm(hidden_states)).chunk(2, dim=-1)
-        product: Tensor = self.down(self._activation(gate).mul_(up))
+        product: Tensor = self.down(self.activation(gate).mul_(up))
         return product.add_(hidden_states)
 
     def _attend(self, normed: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        heads = self.qkv(normed).view(*normed.shape[:2], -1, self._head_dim)
-        query, key, value = torch.split(heads, self._heads, dim=2)
+        heads = self.qkv(normed).view(*normed.shape[:2], -1, self.head_dim)
+        query, key, value = torch.split(heads, self.heads, dim=2)
         if self.query_norm is None or self.key_norm is None:
-            rotated = _rotate(heads[:, :, : -self._heads[2]], rotation)
-            query, key = torch.split(rotated, self._heads[:2], dim=2)
+            rotated = _rotate(heads[:, :, : -self.heads[2]], rotation)
+            query, key = torch.split(rotated, self.heads[:2], dim=2)
         else:
             query = _rotate(self.query_norm(query), rotation)
             key = _rotate(self.key_norm(key), rotation)
         query, key, value = (part.transpose(1, 2) for part in (query, key, value))
-        call = self._call._replace(query=query, key=key, value=value)
+        call = self.call._replace(query=query, key=key, value=value)
         return mixing_now().attend(call).flatten(2)
 
 
@@ -110,17 +112,18 @@ def _merge(layers: Sequence[nn.Linear]) -> nn.Linear:
 
 
 @torch.inference_mode()
-def merge_layers(model: PreTrainedModel) -> int:
+def merge_layers(model: PreTrainedModel, native: Native | None = None) -> int:
     """Replace a model's layers, in place, by merged ones that compute the same; return how many.
 
-    Its attention has to be what is bound, and its adapters those of an engine's steps. Layers are
-    replaced one by one, so that at most one is held twice.
+    They run functions of C++ where there are some for them. The model's attention has to be what is
+    bound, and its adapters those of an engine's steps. Layers are replaced one by one, so that at
+    most one is held twice.
     """
     layers = layers_of(model)
     usual = [index for index, layer in enumerate(layers) if _has_usual_parts(layer)]
     count = 0
     for index, trial in zip(usual, _try([layers[index] for index in usual], model), strict=True):
-        merged = trial.merged(layers[index])
+        merged = trial.merged(layers[index], native)
         if merged is not None:
             layers[index] = merged
             count += 1
@@ -159,7 +162,7 @@ class _Trial(NamedTuple):
     output: Any
     call: AttentionCall
 
-    def merged(self, layer: Any) -> MergedLayer | None:
+    def merged(self, layer: Any, native: Native | None) -> nn.Module | None:
         """Return the layer in merged form, or None if that does something else."""
         rotation, attention = self.named.get("position_embeddings"), layer.self_attn
         query, key, value = parts = self.call[1:4]
@@ -174,12 +177,23 @@ class _Trial(NamedTuple):
             )
         ):
             return None
-        recorder, merged = _Recorder(), MergedLayer(layer, self.call)
+        merged = MergedLayer(layer, self.call)
+        if not self._is_computed_by(merged):
+            return None
+        rotates_alike = all(
+            part.shape == (1, *self.call.query.shape[2:]) and part.dtype == self.output.dtype
+            for part in rotation
+        )
+        quick = NativeLayer.of(merged, native) if native is not None and rotates_alike else None
+        return quick if quick is not None and self._is_computed_by(quick) else merged
+
+    def _is_computed_by(self, merged: nn.Module) -> bool:
+        recorder = _Recorder()
         with bound(recorder):
             output = merged(*self.inputs, **self.named)
         pairs = [(self.output - self.inputs[0], output - self.inputs[0])]
-        pairs += zip(parts, recorder.call[1:4], strict=True)
-        return merged if all(_are_close(*pair) for pair in pairs) else None
+        pairs += zip(self.call[1:4], recorder.call[1:4], strict=True)
+        return all(_are_close(*pair) for pair in pairs)
 
 
 def _try(layers: Sequence[nn.Module], model: PreTrainedModel) -> list[_Trial]:

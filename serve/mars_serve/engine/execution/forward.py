@@ -38,6 +38,7 @@ from mars_serve.engine.execution.prompt_logprobs import (
 )
 from mars_serve.engine.execution.proposals import build_reads, propose, unpack
 from mars_serve.engine.execution.step_sampling import Reports, reported, sampled_rows
+from mars_serve.engine.kernels.native import native_for
 from mars_serve.engine.request import Request, RowState
 from mars_serve.engine.sampling.grammar_budget import GrammarBudget, StepGrammars
 from mars_serve.engine.sampling.sampler import choose_tokens
@@ -140,7 +141,8 @@ class ModelRunner:
             is_fixed = isinstance(attention, InPlace)
             adapt_layers(model, mask_token_id, is_fixed=is_fixed, **sizes)
             if not is_fixed and states is None:
-                num_merged = merge_layers(model)
+                native = None if batch_invariant else native_for(model.device, model.dtype)
+                num_merged = merge_layers(model, native)
                 _log.info("layers with merged products: %d", num_merged)
         pack_linears(model, timed=not batch_invariant)
         if batch_invariant:

@@ -21,15 +21,17 @@ from mars_platform.method.mode import Mode
 from mars_serve.engine.attention.gathered import GatheredAttention
 from mars_serve.engine.attention.interface import Attention, group_layers
 from mars_serve.engine.attention.mixed import MixedAttention
+from mars_serve.engine.attention.native import NativeAttention
 from mars_serve.engine.attention.paged import PagedAttention
 from mars_serve.engine.batch import build_batch
 from mars_serve.engine.engine import Engine
+from mars_serve.engine.kernels.native import native_for
 from mars_serve.engine.request import Request
 
 MASK, POISONED = 3, 61
 SPECIAL = SpecialTokens(eos=frozenset({1, 9}), never_emitted=frozenset({0, MASK, POISONED}))
 MODES = [(Mode.THRESHOLD, 0.05), (Mode.THRESHOLD, 0.2), (Mode.AR, 0.5)]
-BACKENDS = ["gathered", "batch-invariant", "paged", "paged in pieces"]
+BACKENDS = ["gathered", "native", "batch-invariant", "paged", "paged in pieces"]
 
 Cached = Callable[[PreTrainedModel, list[int]], tuple[Tensor, Tensor]]
 
@@ -46,12 +48,14 @@ def attention_of(
         return attention
     groups, places = group_layers(specs)
     options: Any = {"dtype": model.dtype, "device": model.device, **sizes}
-    options["batch_invariant"] = backend == "batch-invariant"
+    kind: Any = GatheredAttention
+    if backend == "native":
+        kind, options["native"] = NativeAttention, native_for(model.device, model.dtype)
+    else:
+        options["batch_invariant"] = backend == "batch-invariant"
     num_window_pages = options.pop("num_window_pages")
     backends = [
-        GatheredAttention(
-            group, **options | ({"num_pages": num_window_pages} if group.is_bounded else {})
-        )
+        kind(group, **options | ({"num_pages": num_window_pages} if group.is_bounded else {}))
         for group in groups
     ]
     is_uniform = len(groups) == 1 and all(place.is_own for place in places.values())
@@ -145,6 +149,9 @@ def attend(backend: str, step: AttentionStep) -> tuple[Tensor, Any]:
     if backend.startswith("paged"):
         attention = PagedAttention(step.group, **sizes)
         attention = cut(attention) if backend == "paged in pieces" else attention
+    elif backend == "native":
+        native = native_for(step.types["device"], step.types["dtype"])
+        attention = NativeAttention(step.group, native=native, **sizes)
     else:
         is_invariant = backend == "batch-invariant"
         attention = GatheredAttention(step.group, batch_invariant=is_invariant, **sizes)

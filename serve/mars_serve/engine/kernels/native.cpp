@@ -1,0 +1,471 @@
+// What a decoder computes between its matrix products, for numbers of one type on a CPU.
+//
+// Compiled by `native.py` with NUMBER_BFLOAT16 or NUMBER_FLOAT32 defined. All sums are in float32,
+// and a result depends on its own row alone: not on the number of threads or of other rows.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+constexpr int kLanes = 16;      // numbers that are computed with at once
+constexpr int kMostGroups = 8;  // groups of kLanes keys in a block
+constexpr int kMostQueries = 8; // queries that meet a block at once, by what registers hold
+
+typedef float Floats __attribute__((vector_size(64), aligned(4)));
+typedef int32_t Integers __attribute__((vector_size(64), aligned(4)));
+typedef uint32_t Words __attribute__((vector_size(64), aligned(4)));
+typedef uint16_t Halves __attribute__((vector_size(32), aligned(2)));
+
+#ifdef NUMBER_BFLOAT16
+
+typedef uint16_t Number;
+
+inline float from_bits(uint32_t bits) {
+  float number;
+  std::memcpy(&number, &bits, sizeof number);
+  return number;
+}
+inline float load_one(const Number* from) { return from_bits(uint32_t(*from) << 16); }
+inline void store_one(Number* to, float number) {
+  uint32_t bits;
+  std::memcpy(&bits, &number, sizeof bits);
+  *to = number == number ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : 0x7fc0;
+}
+inline Floats load(const Number* from) {
+  return (Floats)(__builtin_convertvector(*reinterpret_cast<const Halves*>(from), Words) << 16);
+}
+inline void store(Number* to, Floats numbers) {
+  const Words bits = (Words)numbers, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const Words kept = (Words)(numbers == numbers) ? rounded : rounded - rounded + 0x7fc0;
+  *reinterpret_cast<Halves*>(to) = __builtin_convertvector(kept, Halves);
+}
+
+#else
+
+typedef float Number;
+
+inline float load_one(const float* from) { return *from; }
+inline void store_one(float* to, float number) { *to = number; }
+
+#endif
+
+inline Floats load(const float* from) { return *reinterpret_cast<const Floats*>(from); }
+inline void store(float* to, Floats numbers) { *reinterpret_cast<Floats*>(to) = numbers; }
+inline Floats all(float number) { return number - Floats{}; }
+
+inline float sum(Floats numbers) {
+  float lanes[kLanes];
+  store(lanes, numbers);
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+  return lanes[0];
+}
+
+// The largest of the numbers; NaN if one of them is.
+inline float largest(Floats numbers) {
+  float lanes[kLanes];
+  store(lanes, numbers);
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) {
+      const float other = lanes[i + width];
+      lanes[i] = other > lanes[i] || other != other ? other : lanes[i];
+    }
+  return lanes[0];
+}
+
+// e^x within some units of the last place, by the polynomial of Cephes' expf; NaN for NaN. Numbers
+// below -87.3, whose result would be subnormal, count as -87.3.
+inline Floats exponential(Floats x) {
+  x = x < -87.3f ? all(-87.3f) : x;
+  x = x > 88.0f ? all(88.0f) : x;
+  const Floats scaled = x * 1.44269504f;
+  const Integers power =
+      __builtin_convertvector(scaled + (scaled < 0 ? all(-0.5f) : all(0.5f)), Integers);
+  const Floats whole = __builtin_convertvector(power, Floats);
+  const Floats rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+  Floats series = all(1.9875691500e-4f);
+  series = series * rest + 1.3981999507e-3f;
+  series = series * rest + 8.3334519073e-3f;
+  series = series * rest + 4.1665795894e-2f;
+  series = series * rest + 1.6666665459e-1f;
+  series = series * rest + 5.0000001201e-1f;
+  series = series * rest * rest + rest + 1.0f;
+  return series * (Floats)((power + 127) << 23);
+}
+
+}  // namespace
+
+extern "C" {
+
+// Arguments of one layer's attention; `native.py` has the same fields in the same order.
+struct AttentionArguments {
+  const Number* query;  // [positions, heads, key_dim], by the strides below, as key and value are
+  const Number* key;    // [positions, kv_heads, key_dim]
+  const Number* value;  // [positions, kv_heads, value_dim]
+  Number* output;       // [positions, heads, value_dim]
+  Number* key_pages;    // [pages, kv_heads, key_dim, page_width]
+  Number* value_pages;  // [pages, kv_heads, page_size, value_width]
+  const int64_t* page_table;  // [rows, table_width]
+  const int64_t* slots;       // [positions], page * page_size + place, or -1 for none
+  const int64_t* rows;        // [positions]
+  const int64_t* oldest;      // [positions], the first token that is seen
+  const int64_t* seen;        // [positions], the first token behind it that is not
+  const int64_t* masks;       // [positions], the first mask that is seen, up to the position itself
+  const int64_t* tiles;       // [tiles, 2], positions of a row: the first and the end
+  const float* sinks;         // [heads], or null
+  int64_t query_stride, query_head_stride;
+  int64_t key_stride, key_head_stride;
+  int64_t value_stride, value_head_stride;
+  int64_t num_positions, num_tiles, table_width;
+  int64_t heads, kv_heads, key_dim, value_dim;
+  int64_t page_size, page_width, value_width;  // the widths are multiples of kLanes
+  int64_t writes_pages, num_threads;
+  float scaling;
+  float softcap;  // 0 for none
+};
+
+}  // extern "C"
+
+namespace {
+
+typedef AttentionArguments Arguments;
+
+void write_page(const Arguments& a, int64_t position) {
+  const int64_t slot = a.slots[position];
+  if (slot < 0) return;
+  const int64_t page = slot / a.page_size, place = slot % a.page_size;
+  for (int64_t head = 0; head < a.kv_heads; ++head) {
+    const int64_t block = page * a.kv_heads + head;
+    const Number* key = a.key + position * a.key_stride + head * a.key_head_stride;
+    Number* keys = a.key_pages + block * a.key_dim * a.page_width + place;
+    for (int64_t d = 0; d < a.key_dim; ++d) keys[d * a.page_width] = key[d];
+    const Number* value = a.value + position * a.value_stride + head * a.value_head_stride;
+    Number* values = a.value_pages + (block * a.page_size + place) * a.value_width;
+    std::memcpy(values, value, a.value_dim * sizeof(Number));
+  }
+}
+
+struct Range {
+  int64_t begin, end;
+};
+
+// Groups of up to kLanes keys that lie side by side, with their values.
+struct Block {
+  int num_groups = 0;
+  int64_t key_stride;
+  const Number* keys[kMostGroups];    // [key_dim, kLanes] by key_stride
+  const Number* values[kMostGroups];  // [keys, value_width]
+  int64_t first[kMostGroups];         // the number of the first key, as in ranges that are seen
+  int num_keys[kMostGroups];
+};
+
+// The queries of a tile for one key/value head, and what they have attended to so far.
+struct Tile {
+  std::vector<float> queries;   // [queries, key_dim], scaled
+  std::vector<float> attended;  // [queries, value_width], sums weighted by e^(score - top)
+  std::vector<float> totals;    // [queries, kLanes], whose sum is that of the weights
+  std::vector<float> tops;      // [queries], largest scores
+  std::vector<Range> tokens, masks;  // [queries], what each sees
+  std::vector<Number> keys, values;  // of a group of masks
+};
+
+inline Floats scores_of(const Arguments& a, const Block& block, int group, Range range, Floats score) {
+  if (a.softcap > 0) score = a.softcap - 2 * a.softcap / (exponential(score * (2 / a.softcap)) + 1);
+  const int64_t begin = range.begin - block.first[group];
+  int64_t end = range.end - block.first[group];
+  if (end > block.num_keys[group]) end = block.num_keys[group];
+  if (begin <= 0 && end >= kLanes) return score;
+  const Integers lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const int least = begin < kLanes ? begin : kLanes, most = end > 0 ? end : 0;
+  return (lane >= least) & (lane < most) ? score : all(-INFINITY);
+}
+
+// Lets NUM queries of a tile, from `first` on, attend to a block.
+template <int NUM>
+void attend_queries(const Arguments& a, const Block& block, Tile& tile, int64_t first,
+                    const std::vector<Range>& ranges) {
+  float weights[NUM][kMostGroups * kLanes];
+  const float* queries = &tile.queries[first * a.key_dim];
+  for (int group = 0; group < block.num_groups; ++group) {
+    Floats scores[NUM] = {};
+    const Number* keys = block.keys[group];
+    for (int64_t d = 0; d < a.key_dim; ++d, keys += block.key_stride) {
+      const Floats key = load(keys);
+      for (int q = 0; q < NUM; ++q) scores[q] += queries[q * a.key_dim + d] * key;
+    }
+    for (int q = 0; q < NUM; ++q)
+      store(&weights[q][group * kLanes], scores_of(a, block, group, ranges[first + q], scores[q]));
+  }
+  for (int q = 0; q < NUM; ++q) {
+    float &top = tile.tops[first + q], *totals = &tile.totals[(first + q) * kLanes];
+    Floats tops = all(top);
+    for (int group = 0; group < block.num_groups; ++group) {
+      const Floats scores = load(&weights[q][group * kLanes]);
+      tops = (scores > tops) | (scores != scores) ? scores : tops;
+    }
+    const float before = top;
+    top = largest(tops);
+    const float base = top == -INFINITY ? 0 : top;
+    // What no key has been seen for is 0, and stays so.
+    const Floats scale = exponential(all(before == -INFINITY ? 0 : before - base));
+    Floats total = load(totals) * scale;
+    for (int group = 0; group < block.num_groups; ++group) {
+      float* at = &weights[q][group * kLanes];
+      const Floats scores = load(at);
+      const Floats weight = scores == -INFINITY ? all(0) : exponential(scores - base);
+      total += weight;
+      store(at, weight);
+    }
+    store(totals, total);
+    for (int64_t d = 0; d < a.value_width; d += kLanes) {
+      float* at = &tile.attended[(first + q) * a.value_width + d];
+      store(at, load(at) * scale);
+    }
+  }
+  for (int64_t d = 0; d < a.value_width; d += 2 * kLanes) {
+    const bool has_two = d + kLanes < a.value_width;
+    float* attended = &tile.attended[first * a.value_width + d];
+    Floats sums[NUM][2];
+    for (int q = 0; q < NUM; ++q) {
+      sums[q][0] = load(attended + q * a.value_width);
+      sums[q][1] = has_two ? load(attended + q * a.value_width + kLanes) : Floats{};
+    }
+    for (int group = 0; group < block.num_groups; ++group) {
+      const Number* values = block.values[group] + d;
+      for (int key = 0; key < block.num_keys[group]; ++key, values += a.value_width) {
+        const Floats value = load(values), next = has_two ? load(values + kLanes) : Floats{};
+        for (int q = 0; q < NUM; ++q) {
+          sums[q][0] += weights[q][group * kLanes + key] * value;
+          sums[q][1] += weights[q][group * kLanes + key] * next;
+        }
+      }
+    }
+    for (int q = 0; q < NUM; ++q) {
+      store(attended + q * a.value_width, sums[q][0]);
+      if (has_two) store(attended + q * a.value_width + kLanes, sums[q][1]);
+    }
+  }
+}
+
+typedef void (*AttendQueries)(const Arguments&, const Block&, Tile&, int64_t,
+                              const std::vector<Range>&);
+constexpr AttendQueries kAttendQueries[kMostQueries] = {
+    attend_queries<1>, attend_queries<2>, attend_queries<3>, attend_queries<4>,
+    attend_queries<5>, attend_queries<6>, attend_queries<7>, attend_queries<8>};
+
+// Lets the queries of a tile that see any of a block's keys attend to it.
+void attend_block(const Arguments& a, const Block& block, Tile& tile,
+                  const std::vector<Range>& ranges, Range keys) {
+  const int64_t num_queries = ranges.size();
+  for (int64_t first = 0; first < num_queries; first += kMostQueries) {
+    const int count = num_queries - first < kMostQueries ? num_queries - first : kMostQueries;
+    bool sees_any = false;
+    for (int64_t q = first; q < first + count; ++q)
+      sees_any |= ranges[q].begin < keys.end && ranges[q].end > keys.begin;
+    if (sees_any) kAttendQueries[count - 1](a, block, tile, first, ranges);
+  }
+}
+
+void attend_tokens(const Arguments& a, int64_t row, int64_t head, Tile& tile, Range seen) {
+  const int64_t* pages = a.page_table + row * a.table_width;
+  Block block;
+  block.key_stride = a.page_width;
+  int64_t key = seen.begin / a.page_size * a.page_size, first = key;
+  while (key < seen.end) {
+    const int64_t place = key % a.page_size;
+    const int64_t own = pages[key / a.page_size] * a.kv_heads + head;
+    int64_t count = a.page_size - place < kLanes ? a.page_size - place : kLanes;
+    if (count > seen.end - key) count = seen.end - key;
+    block.keys[block.num_groups] = a.key_pages + own * a.key_dim * a.page_width + place;
+    block.values[block.num_groups] = a.value_pages + (own * a.page_size + place) * a.value_width;
+    block.first[block.num_groups] = key;
+    block.num_keys[block.num_groups] = count;
+    key += count;
+    if (++block.num_groups == kMostGroups || key == seen.end) {
+      attend_block(a, block, tile, tile.tokens, {first, key});
+      block.num_groups = 0;
+      first = key;
+    }
+  }
+}
+
+void attend_masks(const Arguments& a, int64_t head, Tile& tile, Range seen) {
+  Block block;
+  block.num_groups = 1;
+  block.key_stride = kLanes;
+  for (int64_t first = seen.begin; first < seen.end; first += kLanes) {
+    const int count = seen.end - first < kLanes ? seen.end - first : kLanes;
+    tile.keys.assign(a.key_dim * kLanes, 0);
+    tile.values.assign(kLanes * a.value_width, 0);
+    for (int place = 0; place < count; ++place) {
+      const int64_t mask = first + place;
+      const Number* key = a.key + mask * a.key_stride + head * a.key_head_stride;
+      for (int64_t d = 0; d < a.key_dim; ++d) tile.keys[d * kLanes + place] = key[d];
+      const Number* value = a.value + mask * a.value_stride + head * a.value_head_stride;
+      std::memcpy(&tile.values[place * a.value_width], value, a.value_dim * sizeof(Number));
+    }
+    block.keys[0] = tile.keys.data();
+    block.values[0] = tile.values.data();
+    block.first[0] = first;
+    block.num_keys[0] = count;
+    attend_block(a, block, tile, tile.masks, {first, first + count});
+  }
+}
+
+// Lets the positions of a tile attend with the query heads of one key/value head.
+void attend_tile(const Arguments& a, Range positions, int64_t head, Tile& tile) {
+  const int64_t per_kv = a.heads / a.kv_heads;
+  const int64_t num_queries = (positions.end - positions.begin) * per_kv;
+  tile.queries.resize(num_queries * a.key_dim);
+  tile.attended.assign(num_queries * a.value_width, 0);
+  tile.totals.assign(num_queries * kLanes, 0);
+  tile.tops.assign(num_queries, -INFINITY);
+  tile.tokens.resize(num_queries);
+  tile.masks.resize(num_queries);
+  Range tokens = {INT64_MAX, 0}, masks = {positions.end, positions.end};
+  for (int64_t q = 0; q < num_queries; ++q) {
+    const int64_t position = positions.begin + q / per_kv, own = head * per_kv + q % per_kv;
+    const Number* query = a.query + position * a.query_stride + own * a.query_head_stride;
+    for (int64_t d = 0; d < a.key_dim; ++d)
+      tile.queries[q * a.key_dim + d] = load_one(query + d) * a.scaling;
+    tile.tokens[q] = {a.oldest[position], a.seen[position]};
+    tile.masks[q] = {a.masks[position], position + 1};
+    if (a.sinks) {
+      tile.tops[q] = a.sinks[own];
+      tile.totals[q * kLanes] = 1;
+    }
+    if (a.oldest[position] < tokens.begin) tokens.begin = a.oldest[position];
+    if (a.seen[position] > tokens.end) tokens.end = a.seen[position];
+    if (a.masks[position] < masks.begin) masks.begin = a.masks[position];
+  }
+  attend_tokens(a, a.rows[positions.begin], head, tile, tokens);
+  attend_masks(a, head, tile, masks);
+  for (int64_t q = 0; q < num_queries; ++q) {
+    const int64_t position = positions.begin + q / per_kv, own = head * per_kv + q % per_kv;
+    Number* output = a.output + (position * a.heads + own) * a.value_dim;
+    const float total = sum(load(&tile.totals[q * kLanes]));
+    for (int64_t d = 0; d < a.value_dim; ++d)
+      store_one(output + d, tile.attended[q * a.value_width + d] / total);
+  }
+}
+
+inline float root_mean_square(const Number* row, int64_t size, float epsilon) {
+  Floats squares = {};
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) squares += load(row + i) * load(row + i);
+  float total = sum(squares);
+  for (; i < size; ++i) total += load_one(row + i) * load_one(row + i);
+  return std::sqrt(total / size + epsilon);
+}
+
+inline void norm_row(const Number* row, const float* weight, Number* output, int64_t size,
+                     float epsilon) {
+  const float scale = 1 / root_mean_square(row, size, epsilon);
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes)
+    store(output + i, load(row + i) * scale * load(weight + i));
+  for (; i < size; ++i) store_one(output + i, load_one(row + i) * scale * weight[i]);
+}
+
+inline void add_row(const Number* row, const Number* other, Number* output, int64_t size) {
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) store(output + i, load(row + i) + load(other + i));
+  for (; i < size; ++i) store_one(output + i, load_one(row + i) + load_one(other + i));
+}
+
+inline void rotate_head(Number* head, const Number* cosine, const Number* sine, int64_t half) {
+  int64_t i = 0;
+  for (; i + kLanes <= half; i += kLanes) {
+    const Floats first = load(head + i), second = load(head + half + i);
+    store(head + i, first * load(cosine + i) - second * load(sine + i));
+    store(head + half + i,
+          second * load(cosine + half + i) + first * load(sine + half + i));
+  }
+  for (; i < half; ++i) {
+    const float first = load_one(head + i), second = load_one(head + half + i);
+    store_one(head + i, first * load_one(cosine + i) - second * load_one(sine + i));
+    store_one(head + half + i,
+              second * load_one(cosine + half + i) + first * load_one(sine + half + i));
+  }
+}
+
+inline void gate_row(const Number* gate, const Number* up, Number* output, int64_t size) {
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) {
+    const Floats number = load(gate + i);
+    store(output + i, number / (1 + exponential(-number)) * load(up + i));
+  }
+  for (; i < size; ++i) {
+    const float number = load_one(gate + i);
+    store_one(output + i, number / (1 + exponential(all(-number))[0]) * load_one(up + i));
+  }
+}
+
+constexpr int kFewRows = 4;  // rows for which starting threads takes longer than it saves
+
+}  // namespace
+
+extern "C" {
+
+void marsray_attend(const AttentionArguments* arguments) {
+  const Arguments& a = *arguments;
+#pragma omp parallel num_threads(a.num_threads)
+  {
+    if (a.writes_pages) {
+#pragma omp for schedule(static)
+      for (int64_t position = 0; position < a.num_positions; ++position) write_page(a, position);
+    }
+    Tile tile;
+#pragma omp for schedule(dynamic)
+    for (int64_t i = 0; i < a.num_tiles * a.kv_heads; ++i) {
+      const int64_t* positions = a.tiles + i / a.kv_heads * 2;
+      attend_tile(a, {positions[0], positions[1]}, i % a.kv_heads, tile);
+    }
+  }
+}
+
+// Norms rows by their root mean square, [rows, size]; with `added`, their sums with its rows, which
+// are written to `sums`.
+void marsray_norm(const Number* inputs, const Number* added, const float* weight, Number* sums,
+                  Number* outputs, int64_t rows, int64_t size, float epsilon, int num_threads) {
+#pragma omp parallel for num_threads(num_threads) schedule(static) if (rows >= kFewRows)
+  for (int64_t begin = 0; begin < rows * size; begin += size) {
+    const Number* row = inputs + begin;
+    if (added) {
+      add_row(row, added + begin, sums + begin, size);
+      row = sums + begin;
+    }
+    norm_row(row, weight, outputs + begin, size, epsilon);
+  }
+}
+
+// Rotates the heads of queries and keys, [rows, heads + kv_heads, size] by row_stride, in place, by
+// cosines and sines, [rows, size]. If there are weights, heads are normed first.
+void marsray_rotate(Number* inputs, const Number* cosines, const Number* sines,
+                    const float* query_weight, const float* key_weight, int64_t rows,
+                    int64_t row_stride, int64_t heads, int64_t kv_heads, int64_t size,
+                    float query_epsilon, float key_epsilon, int num_threads) {
+#pragma omp parallel for num_threads(num_threads) schedule(static) if (rows >= kFewRows)
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t i = 0; i < heads + kv_heads; ++i) {
+      Number* head = inputs + row * row_stride + i * size;
+      if (query_weight && i < heads) norm_row(head, query_weight, head, size, query_epsilon);
+      if (key_weight && i >= heads) norm_row(head, key_weight, head, size, key_epsilon);
+      rotate_head(head, cosines + row * size, sines + row * size, size / 2);
+    }
+}
+
+// Multiplies the second halves of rows, [rows, 2 * size], with SiLU of the first: [rows, size].
+void marsray_gate(const Number* inputs, Number* outputs, int64_t rows, int64_t size,
+                  int num_threads) {
+#pragma omp parallel for num_threads(num_threads) schedule(static) if (rows >= kFewRows)
+  for (int64_t row = 0; row < rows; ++row) {
+    const Number* gate = inputs + row * 2 * size;
+    gate_row(gate, gate + size, outputs + row * size, size);
+  }
+}
+
+}  // extern "C"

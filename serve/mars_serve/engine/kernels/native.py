@@ -1,0 +1,237 @@
+"""What a decoder computes between its matrix products, as functions of C++ on a CPU.
+
+A step of torch's operators spends more time between them than in them at small batches, and torch
+has none that reads keys and values from pages. So `native.cpp` is compiled for this machine's
+processor when an engine is made, within two seconds, and kept in a directory of the user's. Without
+a C++ compiler (``$CXX``, or else ``g++``) engines run torch's operators.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_log = logging.getLogger(__name__)
+
+LANES = 16
+"""Numbers that the functions compute with at once; pages are padded to a multiple of it."""
+_NAMES = {torch.bfloat16: "NUMBER_BFLOAT16", torch.float32: "NUMBER_FLOAT32"}
+_SOURCE = Path(__file__).with_name("native.cpp")
+# Sums keep their order and NaN stays NaN, whatever the compiler. The functions' threads are those
+# of torch's own OpenMP, which is found at run time because the library is not linked with another.
+_COMPILE = ["-std=c++17", "-O3", "-march=native", "-fPIC", "-fno-math-errno", "-fno-trapping-math"]
+_LINK = ["-shared"]
+_COMPILE_S = 120.0
+
+_POINTER, _COUNT, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+
+
+class AttentionArguments(ctypes.Structure):
+    """Arguments of ``marsray_attend``; `native.cpp` says what each field is."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("query", "key", "value", "output")),
+        *((name, _POINTER) for name in ("key_pages", "value_pages", "page_table", "slots")),
+        *((name, _POINTER) for name in ("rows", "oldest", "seen", "masks", "tiles", "sinks")),
+        *((f"{part}_stride", _COUNT) for part in ("query", "query_head", "key", "key_head")),
+        *((f"{part}_stride", _COUNT) for part in ("value", "value_head")),
+        *((name, _COUNT) for name in ("num_positions", "num_tiles", "table_width")),
+        *((name, _COUNT) for name in ("heads", "kv_heads", "key_dim", "value_dim")),
+        *((name, _COUNT) for name in ("page_size", "page_width", "value_width")),
+        *((name, _COUNT) for name in ("writes_pages", "num_threads")),
+        *((name, _FLOAT) for name in ("scaling", "softcap")),
+    )
+
+
+class Native:
+    """The functions for numbers of one type, on contiguous tensors unless strides are named."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        """Take a compiled library."""
+        self._attend, self._norm = library.marsray_attend, library.marsray_norm
+        self._rotate, self._gate = library.marsray_rotate, library.marsray_gate
+        self._attend.argtypes = [ctypes.POINTER(AttentionArguments)]
+        self._norm.argtypes = [*[_POINTER] * 5, _COUNT, _COUNT, _FLOAT, _INT]
+        self._rotate.argtypes = [*[_POINTER] * 5, *[_COUNT] * 5, _FLOAT, _FLOAT, _INT]
+        self._gate.argtypes = [_POINTER, _POINTER, _COUNT, _COUNT, _INT]
+        for function in (self._attend, self._norm, self._rotate, self._gate):
+            function.restype = None
+
+    def attend(self, arguments: AttentionArguments) -> None:
+        """Attend in one layer, whose tensors the caller holds."""
+        arguments.num_threads = torch.get_num_threads()
+        self._attend(ctypes.byref(arguments))
+
+    def norm(self, inputs: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """Divide rows, [..., size], by their root mean square, times a float32 weight [size]."""
+        outputs = torch.empty_like(inputs)
+        self._run_norm(inputs, None, weight, None, outputs, epsilon)
+        return outputs
+
+    def add_norm(
+        self, inputs: Tensor, added: Tensor, weight: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sum of two tensors of rows, and it normed as by `norm`."""
+        sums, outputs = torch.empty_like(inputs), torch.empty_like(inputs)
+        self._run_norm(inputs, added, weight, sums, outputs, epsilon)
+        return sums, outputs
+
+    def _run_norm(
+        self,
+        inputs: Tensor,
+        added: Tensor | None,
+        weight: Tensor,
+        sums: Tensor | None,
+        outputs: Tensor,
+        epsilon: float,
+    ) -> None:
+        size = inputs.shape[-1]
+        self._norm(
+            inputs.data_ptr(),
+            None if added is None else added.data_ptr(),
+            weight.data_ptr(),
+            None if sums is None else sums.data_ptr(),
+            outputs.data_ptr(),
+            inputs.numel() // size,
+            size,
+            epsilon,
+            torch.get_num_threads(),
+        )
+
+    def rotate(
+        self,
+        inputs: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        heads: Sequence[int],
+        query_norm: tuple[Tensor, float] | None = None,
+        key_norm: tuple[Tensor, float] | None = None,
+    ) -> None:
+        """Norm and rotate the two halves of the leading heads of rows, in place.
+
+        ``inputs`` are [positions, row], of which the first ``heads`` are queries, the next ones
+        keys; ``rotation`` has cosines and sines, [..., positions, head_dim]. A norm is a float32
+        weight, [head_dim], and an epsilon.
+        """
+        cosines, sines = rotation
+        query_weight, query_epsilon = query_norm or (None, 0.0)
+        key_weight, key_epsilon = key_norm or (None, 0.0)
+        self._rotate(
+            inputs.data_ptr(),
+            cosines.data_ptr(),
+            sines.data_ptr(),
+            None if query_weight is None else query_weight.data_ptr(),
+            None if key_weight is None else key_weight.data_ptr(),
+            *(len(inputs), inputs.stride(0), *heads, cosines.shape[-1]),
+            *(query_epsilon, key_epsilon, torch.get_num_threads()),
+        )
+
+    def gate(self, inputs: Tensor) -> Tensor:
+        """Return SiLU of the first half of rows, [..., 2 * size], times the second half."""
+        size = inputs.shape[-1] // 2
+        outputs = inputs.new_empty(*inputs.shape[:-1], size)
+        count = outputs.numel() // size
+        pointers = inputs.data_ptr(), outputs.data_ptr()
+        self._gate(*pointers, count, size, torch.get_num_threads())
+        return outputs
+
+
+def native_for(device: torch.device, dtype: torch.dtype) -> Native | None:
+    """Return the functions for numbers of a type on a device, or None if there are none."""
+    return None if why_not_native(device, dtype) else _loaded(_NAMES[dtype])
+
+
+def why_not_native(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why there are no functions for numbers of a type on a device; None if there are."""
+    if device.type != "cpu":
+        return f"the device is {device.type}, not a CPU"
+    if dtype not in _NAMES:
+        return f"the weights are {dtype}, and the C++ functions take bfloat16 and float32"
+    if not _compiler():
+        return "no C++ compiler was found; install g++, or set CXX"
+    if _loaded(_NAMES[dtype]) is None:
+        return "the C++ functions could not be compiled; the log says why"
+    return None
+
+
+@cache
+def _loaded(name: str) -> Native | None:
+    try:
+        with _library(name) as path:
+            return Native(ctypes.CDLL(str(path)))
+    except subprocess.CalledProcessError as error:
+        _log.warning("the C++ functions could not be compiled: %s", error.stderr[-2000:])
+    except (OSError, subprocess.TimeoutExpired) as error:
+        _log.warning("the C++ functions could not be compiled: %s", error)
+    return None
+
+
+@contextmanager
+def _library(name: str) -> Iterator[Path]:
+    """Compile the functions for a type unless that has been done, and give the library's path."""
+    command = [*_compiler(), *_COMPILE, f"-D{name}"]
+    parts = (_SOURCE.read_text(), command, _run([command[0], "--version"]), _processor())
+    key = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+    with tempfile.TemporaryDirectory(prefix="marsray-") as scratch:
+        kept = _kept_in() or Path(scratch)
+        path = kept / f"native-{key}.so"
+        if not path.exists():
+            _compile(command, Path(scratch), path)
+        yield path
+
+
+def _compile(command: list[str], scratch: Path, path: Path) -> None:
+    """Compile to a path, on which no half-written file ever is."""
+    whole = path.with_name(f"{path.name}.{os.getpid()}")
+    objects = scratch / "native.o"
+    _run([*command, "-fopenmp", "-c", str(_SOURCE), "-o", str(objects)])
+    _run([command[0], *_LINK, str(objects), "-o", str(whole)])
+    whole.replace(path)
+
+
+def _compiler() -> list[str]:
+    """Return the command of the C++ compiler, empty if there is none."""
+    command = shlex.split(os.environ.get("CXX") or "g++")
+    return command if command and shutil.which(command[0]) else []
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(  # noqa: S603 -- the user chooses the compiler
+        command, check=True, capture_output=True, text=True, timeout=_COMPILE_S
+    )
+    return done.stdout
+
+
+def _processor() -> str:
+    """Return what this machine's processor is, since a library is compiled for it alone."""
+    lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _kept_in() -> Path | None:
+    """Return the directory of compiled libraries, or None if nothing can be kept in it.
+
+    Nobody else may write to it, because what lies in it is run.
+    """
+    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    directory = Path(root).expanduser() / "marsray"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.stat()
+    except (OSError, RuntimeError):  # there is no home directory
+        return None
+    is_own = status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return directory if is_own and os.access(directory, os.W_OK) else None
