@@ -309,13 +309,15 @@ def test_angles_of_longrope_do_not_depend_on_other_rows() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_model_runs_in_a_narrow_type(dtype: torch.dtype) -> None:
-    """The first tokens are the oracle's; later ones may part at near-ties."""
+    """The first tokens are transformers', but for near-ties."""
     model = build_model().to(dtype)
-    engine = build_engine(model)
+    engine = build_engine(copy.deepcopy(model))
     assert engine.attention.keys.dtype == dtype
     passes = passes_of(run(engine, requests()))
     for request in requests():
-        assert passes[request.id][0][0] == oracle(model, request, SPECIAL)[0][0]
+        logits = model(input_ids=torch.tensor([request.tokens])).logits[0, -1].float()
+        logits[sorted(SPECIAL.never_emitted)] = -torch.inf
+        assert logits[passes[request.id][0][0]] > logits.max() - 0.07  # four steps of bfloat16
         assert sum(map(len, passes[request.id])) == 12
 
 

@@ -14,7 +14,7 @@ from mars_serve.engine.attention.interface import Attention, group_layers
 from mars_serve.engine.attention.mixed import MixedAttention, MixedPagedAttention
 from mars_serve.engine.attention.native import NativeAttention
 from mars_serve.engine.attention.paged import PagedAttention
-from mars_serve.engine.kernels.native import native_for
+from mars_serve.engine.kernels.native import native_for, why_not_native
 from mars_serve.engine.settings import EngineSettings
 
 _log = logging.getLogger(__name__)
@@ -53,7 +53,8 @@ def choose_attention(
         _log.info("attention reads pages in place")
         paged = [PagedAttention(group, num_pages=count, **options) for group, count in sizes]
         return paged[0] if is_uniform else MixedPagedAttention(paged, places)
-    native = None if settings.batch_invariant else native_for(device, dtype)
+    is_latent = any(group.value_in_key for group in groups)  # it would store values apart
+    native = None if settings.batch_invariant or is_latent else native_for(device, dtype)
     if native is not None:
         _log.info("attention reads pages in place, by functions of C++")
         read = [NativeAttention(each, num_pages=n, native=native, **options) for each, n in sizes]
@@ -72,7 +73,7 @@ def why_gathered(
         # The chunks of a prompt depend on the other requests, and so do the pieces to combine.
         return "engine.batch_invariant is set"
     if device.type != "cuda":
-        return f"the device is {device.type}, not a GPU"
+        return why_not_native(device, dtype) or f"the device is {device.type}, not a GPU"
     if importlib.util.find_spec("triton") is None:
         return "the package triton, which CUDA builds of torch bring along, is not installed"
     capability, _ = torch.cuda.get_device_capability(device)

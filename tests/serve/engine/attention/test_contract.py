@@ -54,7 +54,7 @@ def attention_of(
     else:
         options["batch_invariant"] = backend == "batch-invariant"
     num_window_pages = options.pop("num_window_pages")
-    backends = [
+    backends: list[Attention] = [
         kind(group, **options | ({"num_pages": num_window_pages} if group.is_bounded else {}))
         for group in groups
     ]
@@ -150,7 +150,7 @@ def attend(backend: str, step: AttentionStep) -> tuple[Tensor, Any]:
         attention = PagedAttention(step.group, **sizes)
         attention = cut(attention) if backend == "paged in pieces" else attention
     elif backend == "native":
-        native = native_for(step.types["device"], step.types["dtype"])
+        native: Any = native_for(step.types["device"], step.types["dtype"])
         attention = NativeAttention(step.group, native=native, **sizes)
     else:
         is_invariant = backend == "batch-invariant"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from decoding.engines import Models
 from mars_platform.mixing.specs import AttentionSpec
 from mars_serve.engine.attention.gathered import GatheredAttention
 from mars_serve.engine.attention.interface import LayerGroup
+from mars_serve.engine.attention.native import NativeAttention
 from mars_serve.engine.attention.paged import PagedAttention
 from mars_serve.engine.attention.selection import choose_attention, refusal, why_gathered
 from mars_serve.engine.batch import build_batch
@@ -44,22 +46,30 @@ def test_a_refusal_names_its_reason(changes: dict[str, Any], words: str | None) 
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
-    [({}, "the device is cpu"), ({"batch_invariant": True}, "batch_invariant is set")],
+    ("dtype", "settings", "words"),
+    [
+        (torch.float32, {}, ""),
+        (torch.float64, {}, "the weights are torch.float64"),
+        (torch.float32, {"batch_invariant": True}, "batch_invariant is set"),
+    ],
 )
 def test_pages_are_gathered_if_no_kernel_reads_them(
-    tiny_model: Models, caplog: pytest.LogCaptureFixture, settings: dict[str, Any], words: str
+    tiny_model: Models,
+    caplog: pytest.LogCaptureFixture,
+    dtype: torch.dtype,
+    settings: dict[str, Any],
+    words: str,
 ) -> None:
     with caplog.at_level(logging.INFO):
         attention = choose_attention(
-            tiny_model("qwen2"),
+            copy.deepcopy(tiny_model("qwen2")).to(dtype),
             [AttentionSpec(layer=0, heads=4, kv_heads=2, key_dim=8, value_dim=8)],
             EngineSettings(**settings),
             page_size=16,
             num_pages=4,
             num_window_pages=0,
         )
-    assert isinstance(attention, GatheredAttention)
+    assert isinstance(attention, GatheredAttention if words else NativeAttention)
     assert words in caplog.text
 
 

@@ -35,7 +35,7 @@ class Memory:
     def limit(self, model: PreTrainedModel) -> PreTrainedModel:
         """Return a copy of a model whose second layer allocates this memory in its MLP."""
         model = copy.deepcopy(model)
-        model.model.layers[1].mlp.act_fn.register_forward_pre_hook(
+        model.model.layers[1].mlp.down_proj.register_forward_pre_hook(
             lambda _module, inputs: self._allocate(inputs[0])  # a method would be copied with it
         )
         return model
