@@ -8,6 +8,10 @@
 #include <cstring>
 #include <vector>
 
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
 namespace {
 
 constexpr int kLanes = 16;      // numbers that are computed with at once
@@ -64,37 +68,83 @@ inline float sum(Floats numbers) {
   return lanes[0];
 }
 
-// The largest of the numbers; NaN if one of them is.
+// The larger of two numbers each, the second one where one of them is NaN.
+inline Floats larger(Floats one, Floats other) { return one > other ? one : other; }
+
 inline float largest(Floats numbers) {
   float lanes[kLanes];
   store(lanes, numbers);
   for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) {
-      const float other = lanes[i + width];
-      lanes[i] = other > lanes[i] || other != other ? other : lanes[i];
-    }
+    for (int i = 0; i < width; ++i)
+      lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
   return lanes[0];
 }
 
-// e^x within some units of the last place, by the polynomial of Cephes' expf; NaN for NaN. Numbers
-// below -87.3, whose result would be subnormal, count as -87.3.
-inline Floats exponential(Floats x) {
-  x = x < -87.3f ? all(-87.3f) : x;
-  x = x > 88.0f ? all(88.0f) : x;
-  const Floats scaled = x * 1.44269504f;
-  const Integers power =
-      __builtin_convertvector(scaled + (scaled < 0 ? all(-0.5f) : all(0.5f)), Integers);
-  const Floats whole = __builtin_convertvector(power, Floats);
-  const Floats rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
-  Floats series = all(1.9875691500e-4f);
-  series = series * rest + 1.3981999507e-3f;
-  series = series * rest + 8.3334519073e-3f;
-  series = series * rest + 4.1665795894e-2f;
-  series = series * rest + 1.6666665459e-1f;
-  series = series * rest + 5.0000001201e-1f;
-  series = series * rest * rest + rest + 1.0f;
-  return series * (Floats)((power + 127) << 23);
+constexpr float kLog2E = 1.44269504f;
+
+// 2^x within 3e-7 of it; NaN for NaN, and 0 below -126.5. Numbers above 127 count as 127.
+inline Floats power_of_two(Floats x) {
+  x = larger(all(-127), x);
+  x = 127 < x ? all(127) : x;
+  // Adding 1.5 * 2^23 leaves whole numbers in the last bits, where 127 makes them exponents.
+  const Floats biased = x + (12582912.0f + 127), rest = x - (biased - (12582912.0f + 127));
+  Floats series = all(0.00132764725f);
+  series = series * rest + 0.00967554189f;
+  series = series * rest + 0.0555071309f;
+  series = series * rest + 0.240221202f;
+  series = series * rest + 0.693146944f;
+  series = series * rest + 1.0f;
+  return series * (Floats)((Words)biased << 23);
 }
+
+inline Floats exponential(Floats x) { return power_of_two(x * kLog2E); }
+
+#if defined(NUMBER_BFLOAT16) && defined(__AVX512BF16__)
+
+// Two numbers a lane, which meet two factors in one instruction.
+typedef Words Pairs;
+typedef uint32_t Factors;
+
+inline Pairs load_pairs(const Number* first) {
+  return __builtin_convertvector(*reinterpret_cast<const Halves*>(first), Words);
+}
+inline Pairs load_pairs(const Number* first, const Number* second) {
+  return load_pairs(first) | load_pairs(second) << 16;
+}
+inline Factors factors_of(const Number* first, const Number* second) {
+  return *first | (second ? Factors(*second) << 16 : 0);
+}
+inline void store_factors(Factors* to, Floats numbers) {
+  *reinterpret_cast<Halves*>(to) = (Halves)_mm512_cvtneps_pbh((__m512)numbers);
+}
+inline void add_products(Floats& sums, Factors factors, Pairs pairs) {
+  const Words repeated = factors - Words{};
+  sums = (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)repeated, (__m512bh)pairs);
+}
+
+#else
+
+struct Pairs {
+  Floats first, second;
+};
+struct Factors {
+  float first, second;
+};
+
+inline Pairs load_pairs(const Number* first) { return {load(first), Floats{}}; }
+inline Pairs load_pairs(const Number* first, const Number* second) {
+  return {load(first), load(second)};
+}
+inline Factors factors_of(const Number* first, const Number* second) {
+  return {load_one(first), second ? load_one(second) : 0};
+}
+inline void store_factors(Factors* to, Floats numbers) { store(&to->first, numbers); }
+inline void add_products(Floats& sums, Factors factors, const Pairs& pairs) {
+  sums += factors.first * pairs.first;
+  sums += factors.second * pairs.second;
+}
+
+#endif
 
 }  // namespace
 
@@ -164,7 +214,7 @@ struct Block {
 
 // The queries of a tile for one key/value head, and what they have attended to so far.
 struct Tile {
-  std::vector<float> queries;   // [queries, key_dim], scaled
+  std::vector<Factors> queries;  // [queries, half of key_dim]
   std::vector<float> attended;  // [queries, value_width], sums weighted by e^(score - top)
   std::vector<float> totals;    // [queries, kLanes], whose sum is that of the weights
   std::vector<float> tops;      // [queries], largest scores
@@ -172,8 +222,14 @@ struct Tile {
   std::vector<Number> keys, values;  // of a group of masks
 };
 
-inline Floats scores_of(const Arguments& a, const Block& block, int group, Range range, Floats score) {
-  if (a.softcap > 0) score = a.softcap - 2 * a.softcap / (exponential(score * (2 / a.softcap)) + 1);
+// What queries have found as the scores of a group's keys, as powers of two.
+inline Floats scores_of(const Arguments& a, const Block& block, int group, Range range,
+                        Floats score) {
+  score *= a.scaling * kLog2E;
+  if (a.softcap > 0) {
+    const float most = a.softcap * kLog2E;
+    score = most - 2 * most / (power_of_two(score * (2 / a.softcap)) + 1);
+  }
   const int64_t begin = range.begin - block.first[group];
   int64_t end = range.end - block.first[group];
   if (end > block.num_keys[group]) end = block.num_keys[group];
@@ -187,65 +243,71 @@ inline Floats scores_of(const Arguments& a, const Block& block, int group, Range
 template <int NUM>
 void attend_queries(const Arguments& a, const Block& block, Tile& tile, int64_t first,
                     const std::vector<Range>& ranges) {
-  float weights[NUM][kMostGroups * kLanes];
-  const float* queries = &tile.queries[first * a.key_dim];
+  float scores[NUM][kMostGroups * kLanes];
+  Factors weights[NUM][kMostGroups * kLanes / 2];
+  Floats scales[NUM];
+  const int64_t size = (a.key_dim + 1) / 2;
+  const Factors* queries = &tile.queries[first * size];
   for (int group = 0; group < block.num_groups; ++group) {
-    Floats scores[NUM] = {};
+    Floats sums[NUM] = {};
     const Number* keys = block.keys[group];
-    for (int64_t d = 0; d < a.key_dim; ++d, keys += block.key_stride) {
-      const Floats key = load(keys);
-      for (int q = 0; q < NUM; ++q) scores[q] += queries[q * a.key_dim + d] * key;
+    for (int64_t d = 0; d < a.key_dim / 2; ++d, keys += 2 * block.key_stride) {
+      const Pairs pairs = load_pairs(keys, keys + block.key_stride);
+      for (int q = 0; q < NUM; ++q) add_products(sums[q], queries[q * size + d], pairs);
     }
+    if (a.key_dim % 2)
+      for (int q = 0; q < NUM; ++q)
+        add_products(sums[q], queries[q * size + size - 1], load_pairs(keys));
     for (int q = 0; q < NUM; ++q)
-      store(&weights[q][group * kLanes], scores_of(a, block, group, ranges[first + q], scores[q]));
+      store(&scores[q][group * kLanes], scores_of(a, block, group, ranges[first + q], sums[q]));
   }
   for (int q = 0; q < NUM; ++q) {
     float &top = tile.tops[first + q], *totals = &tile.totals[(first + q) * kLanes];
     Floats tops = all(top);
-    for (int group = 0; group < block.num_groups; ++group) {
-      const Floats scores = load(&weights[q][group * kLanes]);
-      tops = (scores > tops) | (scores != scores) ? scores : tops;
-    }
+    for (int group = 0; group < block.num_groups; ++group)
+      tops = larger(load(&scores[q][group * kLanes]), tops);
     const float before = top;
     top = largest(tops);
     const float base = top == -INFINITY ? 0 : top;
-    // What no key has been seen for is 0, and stays so.
-    const Floats scale = exponential(all(before == -INFINITY ? 0 : before - base));
-    Floats total = load(totals) * scale;
+    scales[q] = power_of_two(all(before - base));
+    Floats total = load(totals) * scales[q];
     for (int group = 0; group < block.num_groups; ++group) {
-      float* at = &weights[q][group * kLanes];
-      const Floats scores = load(at);
-      const Floats weight = scores == -INFINITY ? all(0) : exponential(scores - base);
+      const Floats weight = power_of_two(load(&scores[q][group * kLanes]) - base);
       total += weight;
-      store(at, weight);
+      store_factors(&weights[q][group * kLanes / 2], weight);
     }
     store(totals, total);
-    for (int64_t d = 0; d < a.value_width; d += kLanes) {
-      float* at = &tile.attended[(first + q) * a.value_width + d];
-      store(at, load(at) * scale);
-    }
   }
   for (int64_t d = 0; d < a.value_width; d += 2 * kLanes) {
-    const bool has_two = d + kLanes < a.value_width;
+    const int next = d + kLanes < a.value_width ? kLanes : 0;
     float* attended = &tile.attended[first * a.value_width + d];
     Floats sums[NUM][2];
     for (int q = 0; q < NUM; ++q) {
-      sums[q][0] = load(attended + q * a.value_width);
-      sums[q][1] = has_two ? load(attended + q * a.value_width + kLanes) : Floats{};
+      sums[q][0] = load(attended + q * a.value_width) * scales[q];
+      sums[q][1] = load(attended + q * a.value_width + next) * scales[q];
     }
     for (int group = 0; group < block.num_groups; ++group) {
       const Number* values = block.values[group] + d;
-      for (int key = 0; key < block.num_keys[group]; ++key, values += a.value_width) {
-        const Floats value = load(values), next = has_two ? load(values + kLanes) : Floats{};
+      int key = 0;
+      for (; key + 1 < block.num_keys[group]; key += 2, values += 2 * a.value_width) {
+        const Number* second = values + a.value_width;
+        const Pairs pairs = load_pairs(values, second);
+        const Pairs nexts = load_pairs(values + next, second + next);
         for (int q = 0; q < NUM; ++q) {
-          sums[q][0] += weights[q][group * kLanes + key] * value;
-          sums[q][1] += weights[q][group * kLanes + key] * next;
+          add_products(sums[q][0], weights[q][(group * kLanes + key) / 2], pairs);
+          add_products(sums[q][1], weights[q][(group * kLanes + key) / 2], nexts);
         }
+      }
+      if (key == block.num_keys[group]) continue;
+      const Pairs pairs = load_pairs(values), nexts = load_pairs(values + next);
+      for (int q = 0; q < NUM; ++q) {
+        add_products(sums[q][0], weights[q][(group * kLanes + key) / 2], pairs);
+        add_products(sums[q][1], weights[q][(group * kLanes + key) / 2], nexts);
       }
     }
     for (int q = 0; q < NUM; ++q) {
       store(attended + q * a.value_width, sums[q][0]);
-      if (has_two) store(attended + q * a.value_width + kLanes, sums[q][1]);
+      if (next) store(attended + q * a.value_width + next, sums[q][1]);
     }
   }
 }
@@ -319,7 +381,8 @@ void attend_masks(const Arguments& a, int64_t head, Tile& tile, Range seen) {
 void attend_tile(const Arguments& a, Range positions, int64_t head, Tile& tile) {
   const int64_t per_kv = a.heads / a.kv_heads;
   const int64_t num_queries = (positions.end - positions.begin) * per_kv;
-  tile.queries.resize(num_queries * a.key_dim);
+  const int64_t size = (a.key_dim + 1) / 2;
+  tile.queries.resize(num_queries * size);
   tile.attended.assign(num_queries * a.value_width, 0);
   tile.totals.assign(num_queries * kLanes, 0);
   tile.tops.assign(num_queries, -INFINITY);
@@ -329,12 +392,13 @@ void attend_tile(const Arguments& a, Range positions, int64_t head, Tile& tile) 
   for (int64_t q = 0; q < num_queries; ++q) {
     const int64_t position = positions.begin + q / per_kv, own = head * per_kv + q % per_kv;
     const Number* query = a.query + position * a.query_stride + own * a.query_head_stride;
-    for (int64_t d = 0; d < a.key_dim; ++d)
-      tile.queries[q * a.key_dim + d] = load_one(query + d) * a.scaling;
+    for (int64_t d = 0; d < size; ++d)
+      tile.queries[q * size + d] =
+          factors_of(query + 2 * d, 2 * d + 1 < a.key_dim ? query + 2 * d + 1 : nullptr);
     tile.tokens[q] = {a.oldest[position], a.seen[position]};
     tile.masks[q] = {a.masks[position], position + 1};
     if (a.sinks) {
-      tile.tops[q] = a.sinks[own];
+      tile.tops[q] = a.sinks[own] * kLog2E;
       tile.totals[q * kLanes] = 1;
     }
     if (a.oldest[position] < tokens.begin) tokens.begin = a.oldest[position];
