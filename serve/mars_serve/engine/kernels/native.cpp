@@ -8,7 +8,7 @@
 #include <cstring>
 #include <vector>
 
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
@@ -38,9 +38,14 @@ inline void store_one(Number* to, float number) {
   std::memcpy(&bits, &number, sizeof bits);
   *to = number == number ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : 0x7fc0;
 }
-inline Floats load(const Number* from) {
-  return (Floats)(__builtin_convertvector(*reinterpret_cast<const Halves*>(from), Words) << 16);
+inline Words widen(const Number* from) {
+#ifdef __AVX512F__  // compilers take four instructions for the other line
+  return (Words)_mm512_cvtepu16_epi32((__m256i)*reinterpret_cast<const Halves*>(from));
+#else
+  return __builtin_convertvector(*reinterpret_cast<const Halves*>(from), Words);
+#endif
 }
+inline Floats load(const Number* from) { return (Floats)(widen(from) << 16); }
 inline void store(Number* to, Floats numbers) {
   const Words bits = (Words)numbers, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   const Words kept = (Words)(numbers == numbers) ? rounded : rounded - rounded + 0x7fc0;
@@ -69,23 +74,33 @@ inline float sum(Floats numbers) {
 }
 
 // The larger of two numbers each, the second one where one of them is NaN.
-inline Floats larger(Floats one, Floats other) { return one > other ? one : other; }
+inline Floats larger(Floats one, Floats other) {
+#ifdef __AVX512F__  // compilers take two instructions for the other line
+  return (Floats)_mm512_max_ps((__m512)one, (__m512)other);
+#else
+  return one > other ? one : other;
+#endif
+}
 
+// The largest number, where none is NaN.
 inline float largest(Floats numbers) {
+#ifdef __AVX512F__
+  return _mm512_reduce_max_ps((__m512)numbers);
+#else
   float lanes[kLanes];
   store(lanes, numbers);
   for (int width = kLanes / 2; width > 0; width /= 2)
     for (int i = 0; i < width; ++i)
       lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
   return lanes[0];
+#endif
 }
 
 constexpr float kLog2E = 1.44269504f;
 
-// 2^x within 3e-7 of it; NaN for NaN, and 0 below -126.5. Numbers above 127 count as 127.
+// 2^x within 3e-7 of it for x up to 127; NaN for NaN, and 0 below -126.5.
 inline Floats power_of_two(Floats x) {
   x = larger(all(-127), x);
-  x = 127 < x ? all(127) : x;
   // Adding 1.5 * 2^23 leaves whole numbers in the last bits, where 127 makes them exponents.
   const Floats biased = x + (12582912.0f + 127), rest = x - (biased - (12582912.0f + 127));
   Floats series = all(0.00132764725f);
@@ -97,7 +112,8 @@ inline Floats power_of_two(Floats x) {
   return series * (Floats)((Words)biased << 23);
 }
 
-inline Floats exponential(Floats x) { return power_of_two(x * kLog2E); }
+// e^x within 6e-6 of it; numbers above 88 count as 88.
+inline Floats exponential(Floats x) { return power_of_two((x > 88 ? all(88) : x) * kLog2E); }
 
 #if defined(NUMBER_BFLOAT16) && defined(__AVX512BF16__)
 
@@ -105,14 +121,13 @@ inline Floats exponential(Floats x) { return power_of_two(x * kLog2E); }
 typedef Words Pairs;
 typedef uint32_t Factors;
 
-inline Pairs load_pairs(const Number* first) {
-  return __builtin_convertvector(*reinterpret_cast<const Halves*>(first), Words);
-}
+inline Pairs load_pairs(const Number* first) { return widen(first); }
 inline Pairs load_pairs(const Number* first, const Number* second) {
-  return load_pairs(first) | load_pairs(second) << 16;
+  return widen(first) | widen(second) << 16;
 }
-inline Factors factors_of(const Number* first, const Number* second) {
-  return *first | (second ? Factors(*second) << 16 : 0);
+inline void set_factors(Factors* to, const Number* from, int64_t count) {
+  to[count / 2] = 0;
+  std::memcpy(to, from, count * sizeof(Number));
 }
 inline void store_factors(Factors* to, Floats numbers) {
   *reinterpret_cast<Halves*>(to) = (Halves)_mm512_cvtneps_pbh((__m512)numbers);
@@ -135,8 +150,9 @@ inline Pairs load_pairs(const Number* first) { return {load(first), Floats{}}; }
 inline Pairs load_pairs(const Number* first, const Number* second) {
   return {load(first), load(second)};
 }
-inline Factors factors_of(const Number* first, const Number* second) {
-  return {load_one(first), second ? load_one(second) : 0};
+inline void set_factors(Factors* to, const Number* from, int64_t count) {
+  to[count / 2] = {};
+  for (int64_t i = 0; i < count; ++i) (i % 2 ? to[i / 2].second : to[i / 2].first) = load_one(from + i);
 }
 inline void store_factors(Factors* to, Floats numbers) { store(&to->first, numbers); }
 inline void add_products(Floats& sums, Factors factors, const Pairs& pairs) {
@@ -214,7 +230,7 @@ struct Block {
 
 // The queries of a tile for one key/value head, and what they have attended to so far.
 struct Tile {
-  std::vector<Factors> queries;  // [queries, half of key_dim]
+  std::vector<Factors> queries;  // [queries, key_dim / 2 + 1], of which an odd key_dim fills the last
   std::vector<float> attended;  // [queries, value_width], sums weighted by e^(score - top)
   std::vector<float> totals;    // [queries, kLanes], whose sum is that of the weights
   std::vector<float> tops;      // [queries], largest scores
@@ -222,31 +238,28 @@ struct Tile {
   std::vector<Number> keys, values;  // of a group of masks
 };
 
-// What queries have found as the scores of a group's keys, as powers of two.
+// The products of a query with a group's keys as scores, -inf for keys that it does not see.
 inline Floats scores_of(const Arguments& a, const Block& block, int group, Range range,
                         Floats score) {
-  score *= a.scaling * kLog2E;
   if (a.softcap > 0) {
     const float most = a.softcap * kLog2E;
-    score = most - 2 * most / (power_of_two(score * (2 / a.softcap)) + 1);
+    score = most - 2 * most / (exponential(score * (2 / most)) + 1);
   }
   const int64_t begin = range.begin - block.first[group];
   int64_t end = range.end - block.first[group];
   if (end > block.num_keys[group]) end = block.num_keys[group];
-  if (begin <= 0 && end >= kLanes) return score;
   const Integers lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const int least = begin < kLanes ? begin : kLanes, most = end > 0 ? end : 0;
   return (lane >= least) & (lane < most) ? score : all(-INFINITY);
 }
 
-// Lets NUM queries of a tile, from `first` on, attend to a block.
+// Lets NUM queries of a tile, from `first` on, attend to a block. Scores are logarithms to base 2.
 template <int NUM>
 void attend_queries(const Arguments& a, const Block& block, Tile& tile, int64_t first,
-                    const std::vector<Range>& ranges) {
+                    const Range* ranges, bool see_all) {
   float scores[NUM][kMostGroups * kLanes];
   Factors weights[NUM][kMostGroups * kLanes / 2];
-  Floats scales[NUM];
-  const int64_t size = (a.key_dim + 1) / 2;
+  const int64_t size = a.key_dim / 2 + 1;
   const Factors* queries = &tile.queries[first * size];
   for (int group = 0; group < block.num_groups; ++group) {
     Floats sums[NUM] = {};
@@ -259,20 +272,30 @@ void attend_queries(const Arguments& a, const Block& block, Tile& tile, int64_t 
       for (int q = 0; q < NUM; ++q)
         add_products(sums[q], queries[q * size + size - 1], load_pairs(keys));
     for (int q = 0; q < NUM; ++q)
-      store(&scores[q][group * kLanes], scores_of(a, block, group, ranges[first + q], sums[q]));
+      store(&scores[q][group * kLanes], sums[q] * (a.scaling * kLog2E));
   }
+  if (!see_all || a.softcap > 0)
+    for (int q = 0; q < NUM; ++q)
+      for (int group = 0; group < block.num_groups; ++group) {
+        float* at = &scores[q][group * kLanes];
+        store(at, scores_of(a, block, group, ranges[first + q], load(at)));
+      }
+  float bases[kLanes] = {}, scales[kLanes] = {};
   for (int q = 0; q < NUM; ++q) {
-    float &top = tile.tops[first + q], *totals = &tile.totals[(first + q) * kLanes];
+    float& top = tile.tops[first + q];
     Floats tops = all(top);
     for (int group = 0; group < block.num_groups; ++group)
       tops = larger(load(&scores[q][group * kLanes]), tops);
-    const float before = top;
+    scales[q] = top;
     top = largest(tops);
-    const float base = top == -INFINITY ? 0 : top;
-    scales[q] = power_of_two(all(before - base));
+    bases[q] = top == -INFINITY ? 0 : top;
+  }
+  store(scales, power_of_two(load(scales) - load(bases)));
+  for (int q = 0; q < NUM; ++q) {
+    float* totals = &tile.totals[(first + q) * kLanes];
     Floats total = load(totals) * scales[q];
     for (int group = 0; group < block.num_groups; ++group) {
-      const Floats weight = power_of_two(load(&scores[q][group * kLanes]) - base);
+      const Floats weight = power_of_two(load(&scores[q][group * kLanes]) - bases[q]);
       total += weight;
       store_factors(&weights[q][group * kLanes / 2], weight);
     }
@@ -312,8 +335,7 @@ void attend_queries(const Arguments& a, const Block& block, Tile& tile, int64_t 
   }
 }
 
-typedef void (*AttendQueries)(const Arguments&, const Block&, Tile&, int64_t,
-                              const std::vector<Range>&);
+typedef void (*AttendQueries)(const Arguments&, const Block&, Tile&, int64_t, const Range*, bool);
 constexpr AttendQueries kAttendQueries[kMostQueries] = {
     attend_queries<1>, attend_queries<2>, attend_queries<3>, attend_queries<4>,
     attend_queries<5>, attend_queries<6>, attend_queries<7>, attend_queries<8>};
@@ -322,12 +344,15 @@ constexpr AttendQueries kAttendQueries[kMostQueries] = {
 void attend_block(const Arguments& a, const Block& block, Tile& tile,
                   const std::vector<Range>& ranges, Range keys) {
   const int64_t num_queries = ranges.size();
+  const bool is_full = keys.end - keys.begin == block.num_groups * kLanes;
   for (int64_t first = 0; first < num_queries; first += kMostQueries) {
     const int count = num_queries - first < kMostQueries ? num_queries - first : kMostQueries;
-    bool sees_any = false;
-    for (int64_t q = first; q < first + count; ++q)
-      sees_any |= ranges[q].begin < keys.end && ranges[q].end > keys.begin;
-    if (sees_any) kAttendQueries[count - 1](a, block, tile, first, ranges);
+    bool see_any = false, see_all = is_full;
+    for (int64_t q = first; q < first + count; ++q) {
+      see_any |= ranges[q].begin < keys.end && ranges[q].end > keys.begin;
+      see_all &= ranges[q].begin <= keys.begin && ranges[q].end >= keys.end;
+    }
+    if (see_any) kAttendQueries[count - 1](a, block, tile, first, ranges.data(), see_all);
   }
 }
 
@@ -381,7 +406,7 @@ void attend_masks(const Arguments& a, int64_t head, Tile& tile, Range seen) {
 void attend_tile(const Arguments& a, Range positions, int64_t head, Tile& tile) {
   const int64_t per_kv = a.heads / a.kv_heads;
   const int64_t num_queries = (positions.end - positions.begin) * per_kv;
-  const int64_t size = (a.key_dim + 1) / 2;
+  const int64_t size = a.key_dim / 2 + 1;
   tile.queries.resize(num_queries * size);
   tile.attended.assign(num_queries * a.value_width, 0);
   tile.totals.assign(num_queries * kLanes, 0);
@@ -392,9 +417,7 @@ void attend_tile(const Arguments& a, Range positions, int64_t head, Tile& tile) 
   for (int64_t q = 0; q < num_queries; ++q) {
     const int64_t position = positions.begin + q / per_kv, own = head * per_kv + q % per_kv;
     const Number* query = a.query + position * a.query_stride + own * a.query_head_stride;
-    for (int64_t d = 0; d < size; ++d)
-      tile.queries[q * size + d] =
-          factors_of(query + 2 * d, 2 * d + 1 < a.key_dim ? query + 2 * d + 1 : nullptr);
+    set_factors(&tile.queries[q * size], query, a.key_dim);
     tile.tokens[q] = {a.oldest[position], a.seen[position]};
     tile.masks[q] = {a.masks[position], position + 1};
     if (a.sinks) {
@@ -411,8 +434,10 @@ void attend_tile(const Arguments& a, Range positions, int64_t head, Tile& tile) 
     const int64_t position = positions.begin + q / per_kv, own = head * per_kv + q % per_kv;
     Number* output = a.output + (position * a.heads + own) * a.value_dim;
     const float total = sum(load(&tile.totals[q * kLanes]));
-    for (int64_t d = 0; d < a.value_dim; ++d)
-      store_one(output + d, tile.attended[q * a.value_width + d] / total);
+    const float* attended = &tile.attended[q * a.value_width];
+    int64_t d = 0;
+    for (; d + kLanes <= a.value_dim; d += kLanes) store(output + d, load(attended + d) / total);
+    for (; d < a.value_dim; ++d) store_one(output + d, attended[d] / total);
   }
 }
 
