@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from mars_serve.engine.request import Request, RowState
 from mars_serve.engine.scheduled_row import Masks, ScheduledRow
 
-COARSE, FINE = 3, 5
+COARSE, FINE = 3, 6
 """Leading bits of the lengths of batches, see `bucket`: for graphs, which are captured for each
 length, and for steps that are run as they come, where padding takes as long as positions do."""
 
@@ -120,7 +120,7 @@ class StepBatch:
 
 def bucket(count: int, bits: int = COARSE) -> int:
     """Return the padded length of ``count`` positions, whose binary digits behind the leading
-    ``bits`` are 0: with 3 bits it is at most a quarter longer, with 5 a sixteenth.
+    ``bits`` are 0: with 3 bits it is at most a quarter longer, with 6 a thirty-second.
     """
     step = 1 << max(0, (count - 1).bit_length() - bits)
     return -(-count // step) * step

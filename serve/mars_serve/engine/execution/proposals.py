@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain, compress
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mars_platform.method.mode import Confidence
@@ -35,6 +36,8 @@ class Reads:
     """int64 [reads], index of the measure in ``tuple(Confidence)``."""
     used_measures: frozenset[Confidence]
     """Measures that have to be computed, known on the host; none if no confidence matters."""
+    wanted: NDArray[np.bool_]
+    """[reads], on the host, whether the confidence matters."""
     temperatures: Tensor | None = None
     """float64 [reads], divisors of the logits for confidences; None for 1."""
 
@@ -44,12 +47,12 @@ def build_reads(rows: Sequence[ScheduledRow], temperatures: Sequence[float] | No
 
     ``temperatures`` are divisors of the logits by calibration, from depth 0; None without one.
     """
-    measures = [_measure(row) for row in rows]
-    used = (measure for row, measure in zip(rows, measures, strict=True) if _needs_confidence(row))
+    measures, wanted = [_measure(row) for row in rows], [_wanted(row) for row in rows]
     indices = np.array([_MEASURES[measure] for measure in measures], dtype=np.int64)
     return Reads(
         measures=torch.from_numpy(np.repeat(indices, [row.num_reads for row in rows])),
-        used_measures=frozenset(used),
+        used_measures=frozenset(compress(measures, map(any, wanted))),
+        wanted=np.array([*chain(*wanted)], dtype=np.bool_),
         temperatures=_temperatures(rows, temperatures),
     )
 
@@ -66,8 +69,8 @@ def propose(
 
     It is the likeliest one that may be emitted, unless ``choose_tokens`` replaces it; its
     confidence is taken from the raw ``logits``, float [reads, vocabulary], which are overwritten:
-    ``banned`` tokens, int64 [banned], become -inf. If no confidence matters, each is 1, or NaN if
-    the likeliest token's logit is not finite. The result is int32 [reads, 2].
+    ``banned`` tokens, int64 [banned], become -inf. A confidence that does not matter may be 1, or
+    NaN if the likeliest token's logit is not finite. The result is int32 [reads, 2].
     """
     parts = [
         _propose(*part, reads, banned, choose_tokens)
@@ -96,7 +99,7 @@ def _propose(
 ) -> Tensor:
     """Return the token of each read and the bits of its confidence: int32 [part, 2]."""
     log_probs: Tensor | None = None
-    if reads.used_measures:
+    if reads.wanted[part].any():
         divisors = reads.temperatures
         raw = logits if divisors is None else logits / divisors[part, None].float()
         log_probs = log_probabilities(raw)  # of all tokens, banned ones included
@@ -123,9 +126,14 @@ def _confidences(
     return confidences
 
 
-def _needs_confidence(row: ScheduledRow) -> bool:
-    """Whether confidences decide what a row accepts or drafts, or are reported."""
-    return row.num_reads > 1 or row.request.options.reports_rejected
+def _wanted(row: ScheduledRow) -> list[bool]:
+    """Return whether the confidence of each read decides what a row accepts or drafts, or is
+    reported.
+    """
+    is_reported = row.request.options.reports_rejected
+    if row.request.plan.checks_drafts:
+        return [is_reported] * row.num_proposed + [True] * row.num_masks
+    return [is_reported or row.num_reads > 1] * row.num_reads
 
 
 def _measure(row: ScheduledRow) -> Confidence:
