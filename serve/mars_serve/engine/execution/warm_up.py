@@ -126,8 +126,9 @@ def measure_steps(
 
     The memory of ``timer`` has no allocated pages, before and afterwards. The cost of reading a
     cached token is measured in full batches of the narrowest and the widest rows, and interpolated
-    between them, and what reading logits costs in a prompt, of which one position is read. The
-    quickest of ``repeats`` runs, fewer of long steps, counts.
+    between them, and what reading logits costs in a prompt, of which one position is read; half of
+    the prompt bounds what the whole takes. The quickest of ``repeats`` runs, fewer of long steps,
+    counts.
     """
     memory = timer.memory
     grid = _Grid.of(memory.pool, sizes)
@@ -138,8 +139,8 @@ def measure_steps(
         for count, cached in [*ends, *((count, short) for count in grid.positions)]
     ]
     num_read = min(_PROMPT, largest, sizes.max_length, memory.pool.num_free * memory.pool.page_size)
-    prompt = partial(_rows, memory, num_read, 1, 0, 0)
-    *seconds, prompt_s = timer.seconds([*steps, prompt], repeats, on_progress)
+    prompts = [partial(_rows, memory, count, 1, 0, 0) for count in (-(-num_read // 2), num_read)]
+    *seconds, half_s, prompt_s = timer.seconds([*steps, *prompts], repeats, on_progress)
     difference = max(num_rows * (long - short), 1)
     # The last step of the grid is the widest with few cached tokens.
     narrow, wide = (max(0.0, seconds[i] - seconds[j]) / difference for i, j in ((0, 1), (2, -1)))
@@ -159,7 +160,7 @@ def measure_steps(
         bare = max(time_s - per_token * min(count, num_rows) * short, time_s / 2)
         table.append((bare, bare + per_token * most))
     times = StepTimes(grid.positions, (0, most), tuple(table), mask_s)
-    return replace(times, unread=min(prompt_s / float(times.at(num_read, 0)), 1.0))
+    return replace(times, unread=min(max(prompt_s, half_s) / float(times.at(num_read, 0)), 1.0))
 
 
 def _mask_seconds(timer: StepTimer, grid: _Grid, window: int, repeats: int) -> float:

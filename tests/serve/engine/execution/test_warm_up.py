@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from decoding.engine_requests import make_request, make_row
 from mars_autoscale.model.step_times import StepTimes
 from mars_serve.engine.execution.warm_up import (
     StepSizes,
@@ -101,7 +102,8 @@ def test_steps_are_timed_up_to_the_widest_row(machine: Callable[..., Machine]) -
 
 
 SIZES = StepSizes(4, 1000, max_length=100, window=4, widest_row=25)
-NUM_STEPS = 3 + 13 + 1
+NUM_POINTS = 13
+NUM_STEPS = 3 + NUM_POINTS + 2
 """Steps that are timed with `SIZES`."""
 
 
@@ -134,14 +136,14 @@ def test_a_machine_that_is_busy_for_some_rounds_spoils_no_time(
     ours = machine(lambda rows: scale * line_s(rows))  # up to .02 s, and four times that
     ours.busy = range(int(begin * NUM_STEPS), int(end * NUM_STEPS))
     times = measure_steps(ours.timer(device), SIZES, repeats=6)
-    assert slowdowns(times) == pytest.approx([scale] * (NUM_STEPS - 4))
+    assert slowdowns(times) == pytest.approx([scale] * NUM_POINTS)
 
 
 def test_on_a_cpu_other_programs_add_nothing(machine: Callable[..., Machine]) -> None:
     ours = machine(line_s)
     ours.busy = range(10**9)
     times = measure_steps(ours.timer("cpu"), SIZES, repeats=6)
-    assert slowdowns(times) == pytest.approx([1.0] * (NUM_STEPS - 4))
+    assert slowdowns(times) == pytest.approx([1.0] * NUM_POINTS)
 
 
 @pytest.mark.parametrize("step_s", [0.001, 0.1, 0.4, 1.9, 2.0, 9.0])
@@ -163,7 +165,7 @@ def test_what_rows_copy_when_they_come_is_no_part_of_a_step(
 
     ours = machine(cost)
     times = measure_steps(ours.timer(), SIZES)
-    assert slowdowns(times) == pytest.approx([1.0] * (NUM_STEPS - 4))
+    assert slowdowns(times) == pytest.approx([1.0] * NUM_POINTS)
     assert times.at(4, 100) == pytest.approx(times.at(4, 0))
 
 
@@ -202,6 +204,15 @@ def test_steps_of_prompts_take_a_share_of_those_whose_logits_are_read(
     times = measure_steps(machine(cost).timer(), SIZES)
     assert times.unread == pytest.approx(0.002 / times.at(100, 0))
     assert (times.unread == 1) == (read_s == 0)
+
+
+def test_a_prompt_seems_to_take_no_less_than_half_of_it(machine: Callable[..., Machine]) -> None:
+    def cost(rows: Sequence[ScheduledRow]) -> float:
+        is_prompt = not any(row.num_masks for row in rows) and len(rows[0].request.tokens) == 100
+        return 1e-9 if is_prompt else line_s(rows)
+
+    times = measure_steps(machine(cost).timer(), SIZES)
+    assert times.unread == pytest.approx(line_s([make_row(make_request(prompt=50))]) / 0.002)
 
 
 @pytest.mark.parametrize("masks_apart", [False, True])
