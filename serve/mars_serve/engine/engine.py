@@ -472,7 +472,7 @@ class Engine:
         if self._chooser is not None and not request.is_audit:
             # Tokens that an end token or max_tokens cuts off below were accepted all the same.
             self._chooser.observe(request, result.num_masks_tried, result.num_masks_accepted + 1)
-        tokens, reason = cut(request, result.tokens, self.checkpoint.special.eos)
+        tokens, reason = cut(request, result.tokens)
         try:
             num_allowed = commit(request, tokens)
         except PutOff:

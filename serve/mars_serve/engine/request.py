@@ -172,6 +172,8 @@ class Request:
     """Biases of the logits, if there are any, set by the engine."""
     ends: Tensor | None = None
     """Tokens that may not be chosen before ``min_tokens``, if there are any, set by the engine."""
+    end_ids: frozenset[int] = frozenset()
+    """Tokens that end the output, set by the engine."""
     thinking: ThinkingRules | None = None
     """Rules of the output's thinking, if that is bounded, set by the engine."""
     matcher: Matcher | None = None
@@ -250,9 +252,22 @@ class Request:
             self.drafts, self.num_own_drafts = [Draft(token, 1.0) for token in tokens], 0
 
     def set_drafts(self, own: Sequence[Draft], looked_up: Sequence[Draft] = ()) -> None:
-        """Replace all drafts by those of masks, then those of the request's own text."""
-        self.drafts = [*own, *looked_up]
-        self.num_own_drafts, self.num_lookup_drafts = len(own), len(looked_up)
+        """Replace all drafts by those of masks, then those of the request's own text, up to the
+        first that would end the output.
+        """
+        drafts = [*own, *looked_up]
+        end = next((place for place, each in enumerate(drafts, 1) if self._is_end(each)), None)
+        self.drafts = drafts[:end]
+        self.num_own_drafts = min(len(own), len(self.drafts))
+        self.num_lookup_drafts = len(self.drafts) - self.num_own_drafts
+
+    @property
+    def drafts_end(self) -> bool:
+        """Whether the output ends if all drafts are right."""
+        return bool(self.drafts) and self._is_end(self.drafts[-1])
+
+    def _is_end(self, draft: Draft) -> bool:
+        return draft.token in self.end_ids
 
     @property
     def num_output(self) -> int:

@@ -194,14 +194,14 @@ class Scheduler:
     def _masks(
         self, members: list[Request], choose_masks: ChooseMasks | None
     ) -> dict[Request, Masks]:
-        masks = {
-            request: request.plan.masks(self.window, request.num_left, len(request.drafts))
-            for request in members
-        }
-        if choose_masks is not None:
-            adaptive = [request for request in members if request.plan.leaves_masks]
-            if adaptive:
-                masks.update(zip(adaptive, choose_masks(adaptive), strict=True))
+        masks = dict[Request, Masks]()
+        adaptive = [request for request in members if request.plan.leaves_masks]
+        if adaptive and choose_masks is not None:
+            masks.update(zip(adaptive, choose_masks(adaptive), strict=True))
+        for request in members:
+            if request not in masks:
+                num_left, num_drafts = request.num_left, len(request.drafts)
+                masks[request] = request.plan.masks(self.window, num_left, num_drafts)
         return masks
 
     def _plan(

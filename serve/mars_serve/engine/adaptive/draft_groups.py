@@ -45,14 +45,13 @@ def candidates_of(request: Request, chances: Chances, window: int) -> list[Candi
     """Return the positions that a request could feed: masks by outcome and depth, at most
     ``window`` an outcome, then the drafts from its own text.
     """
-    plan, num_left = request.plan, request.num_left
-    if not plan.checks_drafts:
-        return [(gain, gain) for gain in chances.masks[: plan.num_masks(window, num_left)]]
+    if not request.plan.checks_drafts:
+        return [(gain, gain) for gain in chances.masks[: _most_masks(request, window, 0)]]
     reach = _reach(request, chances)
     masks = [
         (share * gain, share)
         for outcome, share in enumerate(_outcome_shares(reach))
-        for gain in chances.masks[: plan.num_masks(window, num_left, outcome)]
+        for gain in chances.masks[: _most_masks(request, window, outcome)]
     ]
     return masks + [(gain, 0.0) for gain in reach[1 + num_given_drafts(request) :]]
 
@@ -65,8 +64,8 @@ def chosen_masks(
     Each position must be expected to gain ``least_gain`` tokens, above 0, for itself and for what
     it adds to the next step.
     """
-    plan, num_left, shares = request.plan, request.num_left, [1.0]
-    if not plan.checks_drafts:
+    shares = [1.0]
+    if not request.plan.checks_drafts:
         counts = [sum(gain / (1.0 + gain) >= least_gain for gain in chances.masks)]
     else:
         if request.drafts:
@@ -77,9 +76,16 @@ def chosen_masks(
             for share in shares
         ]
     return tuple(
-        min(count, plan.num_masks(window, num_left, outcome)) if count else 0
+        min(count, _most_masks(request, window, outcome)) if count else 0
         for outcome, count in enumerate(counts)
     )
+
+
+def _most_masks(request: Request, window: int, outcome: int) -> int:
+    """Return the most masks that are of use behind an outcome: none if it ends the output."""
+    if outcome == len(request.drafts) and request.drafts_end:
+        return 0
+    return request.plan.num_masks(window, request.num_left, outcome)
 
 
 def _reach(request: Request, chances: Chances) -> list[float]:

@@ -26,10 +26,8 @@ from mars_serve.engine.request import Request
 
 _Floats = NDArray[np.float64]
 
-_CHOOSING_SHARE = 0.02
+_CHOOSING_SHARE = 0.0025
 """Largest share of a step's time spent on choosing; a choice is kept for several short steps."""
-_IDLE_SHARE = 0.0025
-"""The same while no masks are fed, since choosing gains nothing then."""
 _CHOOSING_S = 200e-6
 """Seconds that choosing is taken to last before the first choice."""
 _CHOOSING_WEIGHT, _MAX_CHOOSING = 0.1, 4.0
@@ -45,7 +43,8 @@ _SHORT_PROMPT = 32
 """Change of the prompt positions in a step up to which a choice is kept: choosing anew would cost
 more than it gains. The limit is at least the number of masks of all rows."""
 _FEWER_ROWS = 0.75
-"""Share of the rows at the last choice below which masks may pay that did not."""
+"""Share of the rows at the last choice, or of those that came since, below which it is no longer
+right."""
 
 
 class WindowChooser:
@@ -135,7 +134,10 @@ class WindowChooser:
         self._num_kept += 1
         change = abs(other_positions - self._other_positions)
         is_other_step = change > max(_SHORT_PROMPT, len(rows) * self._max_window)
-        is_other_step |= len(rows) < _FEWER_ROWS * self._num_rows
+        fewer, more = sorted([len(rows), self._num_rows])
+        is_other_step |= fewer < _FEWER_ROWS * more
+        # Before any token was chosen, positions of sampled rows looked too cheap.
+        is_other_step |= not self._choice_s and any(request.num_choices for request in rows)
         if self._num_kept > self._interval or is_other_step:
             if cached_tokens is None:
                 cached_tokens = sum(request.num_cached for request in rows)
@@ -148,6 +150,8 @@ class WindowChooser:
         plan = request.plan
         if not plan.leaves_masks:
             return plan.masks(self._max_window, request.num_left, len(request.drafts))
+        if not (self._feeds_masks or request.drafts):
+            return (0,)  # as all rows got by the last choice
         chances = self._chances.get(request.id, self._usual)
         return chosen_masks(request, chances, self._max_window, self.least_gain)
 
@@ -155,8 +159,7 @@ class WindowChooser:
         """Set for how many steps of ``step_s`` seconds a choice is kept that has just been made."""
         choosing_s = min(choosing_s, _MAX_CHOOSING * self._choosing_s)
         self._choosing_s += _CHOOSING_WEIGHT * (choosing_s - self._choosing_s)
-        share = _CHOOSING_SHARE if self._feeds_masks else _IDLE_SHARE
-        interval = round(self._choosing_s / (share * step_s))
+        interval = round(self._choosing_s / (_CHOOSING_SHARE * step_s))
         self._interval = min(max(1, interval), _MAX_INTERVAL)
 
     def _renew(self, rows: Sequence[Request], other_positions: int, cached_tokens: int) -> float:

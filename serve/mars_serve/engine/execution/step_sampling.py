@@ -54,6 +54,7 @@ def sampled_rows(rows: Sequence[ScheduledRow], grammars: StepGrammars) -> list[S
 def prepare(request: Request, vocabulary: int, ends: frozenset[int]) -> None:
     """Make what a request's choices need, with the model's end tokens; any thread may call this."""
     sampling, options = request.options.sampling, request.options
+    request.end_ids = options.stop_ids if options.ignore_eos else ends | options.stop_ids
     if options.thinking is not None and request.thinking is None:
         has_grammar = options.grammar is not None
         request.thinking = ThinkingRules(
@@ -144,15 +145,9 @@ def _end_of_output(request: Request, rules: TokenRules) -> list[int]:
     return tokens[max(request.num_prompt, len(tokens) - rules.num_before) :]
 
 
-def cut(
-    request: Request, accepted: list[int], ends: frozenset[int]
-) -> tuple[list[int], FinishReason | None]:
+def cut(request: Request, accepted: list[int]) -> tuple[list[int], FinishReason | None]:
     """Return the accepted tokens up to the first that ends the request, and why it ends."""
-    if request.options.ignore_eos:
-        ends = request.options.stop_ids
-    elif request.options.stop_ids:
-        ends |= request.options.stop_ids
-    num_left = request.num_left
+    num_left, ends = request.num_left, request.end_ids
     tokens = accepted[:num_left]
     if not ends.isdisjoint(tokens):
         num_before = len(list(takewhile(lambda token: token not in ends, tokens)))

@@ -109,6 +109,22 @@ def test_no_mask_is_fed_past_the_last_token(
         assert gained == pytest.approx(most)  # exactly one outcome occurs
 
 
+def test_nothing_is_fed_behind_a_draft_that_ends_the_output() -> None:
+    row = make_request(max_tokens=100, mode=Mode.EXACT)
+    row.end_ids = frozenset({2})
+    row.set_drafts([Draft(token, 0.9) for token in (7, 8, 9)])
+    assert chosen_masks(row, CHANCES, MAX_WINDOW, 1e-9) == (4, 4, 4, 4)
+    row.set_drafts([Draft(token, 0.9) for token in (7, 2, 9)], [Draft(2, 0.9)])
+    assert [draft.token for draft in row.drafts] == [7, 2]
+    assert (row.num_own_drafts, row.num_lookup_drafts) == (2, 0)
+    assert chosen_masks(row, CHANCES, MAX_WINDOW, 1e-9) == (4, 4, 0)
+    assert len(candidates_of(row, CHANCES, MAX_WINDOW)) == 2 * MAX_WINDOW
+    row.set_drafts([Draft(7, 0.9), Draft(2, 0.5)])
+    assert chosen_masks(row, CHANCES, MAX_WINDOW, 0.3) == (0, 1)  # the end is not fed
+    row.set_drafts([Draft(7, 0.9)], [Draft(8, 0.9), Draft(2, 0.9), Draft(3, 0.9)])
+    assert (row.num_own_drafts, row.num_lookup_drafts) == (1, 2)
+
+
 @pytest.mark.parametrize(
     ("num_drafts", "options", "masks"),
     [

@@ -62,6 +62,13 @@ def ar_rows(count: int) -> list[Request]:
     return [make_request(f"ar {index}", [5], 99, mode=Mode.AR) for index in range(count)]
 
 
+def sampled_rows() -> list[Request]:
+    return [
+        make_request(f"sampled {index}", [5], 10**9, sampling=Sampling(temperature=1.0))
+        for index in range(8)
+    ]
+
+
 def windows_of(
     chooser: WindowChooser,
     rows: list[Request],
@@ -236,7 +243,7 @@ def test_masks_that_are_fed_in_any_case_have_paid_for_what_masks_add_to_a_step()
     assert windows_of(chooser, rows) == [MAX_WINDOW, 2]
 
 
-FREE, DEAR = step_times({1: 0.010, 256: 0.010}), step_times({1: 0.010, 256: 2.560})
+FREE = step_times({1: 0.010, 256: 0.010})
 
 
 def num_choices(choosing_s: float, times: StepTimes = FREE) -> int:
@@ -259,21 +266,30 @@ def num_choices(choosing_s: float, times: StepTimes = FREE) -> int:
 
 def test_a_choice_is_kept_while_another_would_take_a_larger_share_of_the_steps() -> None:
     assert num_choices(0.0) == 100
-    assert num_choices(0.001) * 0.001 < 0.03 * 100 * 0.010
-    assert 0 < num_choices(1.0) < num_choices(0.001)
+    assert num_choices(0.0001) * 0.0001 < 0.004 * 100 * 0.010
+    assert 0 < num_choices(1.0) < num_choices(0.0001)
 
 
-def test_choices_are_rarer_while_no_masks_are_fed() -> None:
-    assert num_choices(0.0002, DEAR) * 4 < num_choices(0.0002)
+def slow_chooser(times: StepTimes) -> WindowChooser:
+    """Return a chooser to which choosing seems to take a second."""
+    return WindowChooser(times, MAX_WINDOW, clock=map(float, itertools.count()).__next__)
 
 
-def test_masks_that_pay_for_fewer_rows_are_fed_as_soon_as_there_are_fewer() -> None:
-    clock = itertools.count()  # choosing seems to take a second
-    times = step_times({1: 0.010, 8: 0.010, 9: 0.050, 64: 0.500})
-    chooser, rows = WindowChooser(times, MAX_WINDOW, clock=lambda: next(clock)), make_rows(8)
-    for _ in range(20):
-        assert not any(windows_of(chooser, rows))
-    assert windows_of(chooser, rows[:1]) == [MAX_WINDOW]
+def test_a_choice_is_dropped_with_the_number_of_rows_for_which_it_was_made() -> None:
+    chooser = slow_chooser(step_times({1: 0.010, 8: 0.010, 9: 0.050, 64: 0.500}))
+    rows = make_rows(8)
+    for _ in range(2):
+        for _ in range(20):
+            assert not any(windows_of(chooser, rows))
+        assert windows_of(chooser, rows[:1]) == [MAX_WINDOW]
+
+
+def test_the_first_sampled_token_tells_at_once_what_positions_cost() -> None:
+    rows = sampled_rows()
+    chooser = slow_chooser(step_times({1: 0.010, 256: 0.040}))
+    assert min(windows_of(chooser, rows)) > 1
+    rows[0].charge(0.01)
+    assert max(windows_of(chooser, rows)) == 0
 
 
 # Mode exact
@@ -329,10 +345,7 @@ def test_a_draft_has_to_pay_for_its_own_position_too(position_s: float, has_mask
 
 
 def test_time_of_sampling_each_position_counts_as_time_of_the_step() -> None:
-    sampled = [
-        make_request(f"sampled {index}", [5], 10**9, sampling=Sampling(temperature=1.0))
-        for index in range(8)
-    ]
+    sampled = sampled_rows()
     chooser = settled_chooser(step_times({1: 0.010, 256: 0.040}), sampled, 0.5)
     assert min(windows_of(chooser, sampled)) > 1
     sampled[0].charge(0.01)
