@@ -15,8 +15,9 @@
 namespace {
 
 constexpr int kLanes = 16;      // numbers that are computed with at once
-constexpr int kMostGroups = 8;  // groups of kLanes keys in a block
+constexpr int kMostGroups = 16;  // groups of kLanes keys in a block
 constexpr int kMostQueries = 8; // queries that meet a block at once, by what registers hold
+constexpr int kManyQueries = 6; // the same where there are more, by what is fastest
 
 typedef float Floats __attribute__((vector_size(64), aligned(4)));
 typedef int32_t Integers __attribute__((vector_size(64), aligned(4)));
@@ -47,9 +48,13 @@ inline Words widen(const Number* from) {
 }
 inline Floats load(const Number* from) { return (Floats)(widen(from) << 16); }
 inline void store(Number* to, Floats numbers) {
+#ifdef __AVX512BF16__
+  *reinterpret_cast<Halves*>(to) = (Halves)_mm512_cvtneps_pbh((__m512)numbers);
+#else
   const Words bits = (Words)numbers, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   const Words kept = (Words)(numbers == numbers) ? rounded : rounded - rounded + 0x7fc0;
   *reinterpret_cast<Halves*>(to) = __builtin_convertvector(kept, Halves);
+#endif
 }
 
 #else
@@ -66,6 +71,9 @@ inline void store(float* to, Floats numbers) { *reinterpret_cast<Floats*>(to) = 
 inline Floats all(float number) { return number - Floats{}; }
 
 inline float sum(Floats numbers) {
+#ifdef __AVX512F__
+  return _mm512_reduce_add_ps((__m512)numbers);
+#endif
   float lanes[kLanes];
   store(lanes, numbers);
   for (int width = kLanes / 2; width > 0; width /= 2)
@@ -98,21 +106,27 @@ inline float largest(Floats numbers) {
 
 constexpr float kLog2E = 1.44269504f;
 
-// 2^x within 3e-7 of it for x up to 127; NaN for NaN, and 0 below -126.5.
+// The polynomial of least relative error for powers of two from -.5 to .5.
+#ifdef NUMBER_BFLOAT16
+constexpr int kPowerDegree = 3;  // within 8e-5, and bfloat16 rounds by up to 4e-3
+constexpr float kPowerSeries[] = {0.0551716685f, 0.242611125f, 0.693260968f, 0.999928057f};
+#else
+constexpr int kPowerDegree = 5;  // within 3e-7
+constexpr float kPowerSeries[] = {0.00132764725f, 0.00967554189f, 0.0555071309f,
+                                  0.240221202f,   0.693146944f,   1.0f};
+#endif
+
+// 2^x for x up to 127; NaN for NaN, and 0 below -126.5.
 inline Floats power_of_two(Floats x) {
   x = larger(all(-127), x);
   // Adding 1.5 * 2^23 leaves whole numbers in the last bits, where 127 makes them exponents.
   const Floats biased = x + (12582912.0f + 127), rest = x - (biased - (12582912.0f + 127));
-  Floats series = all(0.00132764725f);
-  series = series * rest + 0.00967554189f;
-  series = series * rest + 0.0555071309f;
-  series = series * rest + 0.240221202f;
-  series = series * rest + 0.693146944f;
-  series = series * rest + 1.0f;
+  Floats series = all(kPowerSeries[0]);
+  for (int i = 1; i <= kPowerDegree; ++i) series = series * rest + kPowerSeries[i];
   return series * (Floats)((Words)biased << 23);
 }
 
-// e^x within 6e-6 of it; numbers above 88 count as 88.
+// e^x; numbers above 88 count as 88.
 inline Floats exponential(Floats x) { return power_of_two((x > 88 ? all(88) : x) * kLog2E); }
 
 #if defined(NUMBER_BFLOAT16) && defined(__AVX512BF16__)
@@ -130,7 +144,7 @@ inline void set_factors(Factors* to, const Number* from, int64_t count) {
   std::memcpy(to, from, count * sizeof(Number));
 }
 inline void store_factors(Factors* to, Floats numbers) {
-  *reinterpret_cast<Halves*>(to) = (Halves)_mm512_cvtneps_pbh((__m512)numbers);
+  store(reinterpret_cast<Number*>(to), numbers);
 }
 inline void add_products(Floats& sums, Factors factors, Pairs pairs) {
   const Words repeated = factors - Words{};
@@ -238,19 +252,20 @@ struct Tile {
   std::vector<Number> keys, values;  // of a group of masks
 };
 
-// The products of a query with a group's keys as scores, -inf for keys that it does not see.
-inline Floats scores_of(const Arguments& a, const Block& block, int group, Range range,
-                        Floats score) {
+// Makes a query's products with a group's keys its scores, -inf for keys that it does not see.
+inline void finish_scores(const Arguments& a, const Block& block, int group, Range seen,
+                          float* scores) {
   if (a.softcap > 0) {
     const float most = a.softcap * kLog2E;
-    score = most - 2 * most / (exponential(score * (2 / most)) + 1);
+    store(scores, most - 2 * most / (exponential(load(scores) * (2 / most)) + 1));
   }
-  const int64_t begin = range.begin - block.first[group];
-  int64_t end = range.end - block.first[group];
+  const int64_t begin = seen.begin - block.first[group];
+  int64_t end = seen.end - block.first[group];
   if (end > block.num_keys[group]) end = block.num_keys[group];
+  if (begin <= 0 && end == kLanes) return;
   const Integers lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const int least = begin < kLanes ? begin : kLanes, most = end > 0 ? end : 0;
-  return (lane >= least) & (lane < most) ? score : all(-INFINITY);
+  store(scores, (lane >= least) & (lane < most) ? load(scores) : all(-INFINITY));
 }
 
 // Lets NUM queries of a tile, from `first` on, attend to a block. Scores are logarithms to base 2.
@@ -276,10 +291,8 @@ void attend_queries(const Arguments& a, const Block& block, Tile& tile, int64_t 
   }
   if (!see_all || a.softcap > 0)
     for (int q = 0; q < NUM; ++q)
-      for (int group = 0; group < block.num_groups; ++group) {
-        float* at = &scores[q][group * kLanes];
-        store(at, scores_of(a, block, group, ranges[first + q], load(at)));
-      }
+      for (int group = 0; group < block.num_groups; ++group)
+        finish_scores(a, block, group, ranges[first + q], &scores[q][group * kLanes]);
   float bases[kLanes] = {}, scales[kLanes] = {};
   for (int q = 0; q < NUM; ++q) {
     float& top = tile.tops[first + q];
@@ -345,8 +358,9 @@ void attend_block(const Arguments& a, const Block& block, Tile& tile,
                   const std::vector<Range>& ranges, Range keys) {
   const int64_t num_queries = ranges.size();
   const bool is_full = keys.end - keys.begin == block.num_groups * kLanes;
-  for (int64_t first = 0; first < num_queries; first += kMostQueries) {
-    const int count = num_queries - first < kMostQueries ? num_queries - first : kMostQueries;
+  const int64_t at_once = num_queries > kMostQueries ? kManyQueries : kMostQueries;
+  for (int64_t first = 0; first < num_queries; first += at_once) {
+    const int count = num_queries - first < at_once ? num_queries - first : at_once;
     bool see_any = false, see_all = is_full;
     for (int64_t q = first; q < first + count; ++q) {
       see_any |= ranges[q].begin < keys.end && ranges[q].end > keys.begin;
@@ -402,10 +416,10 @@ void attend_masks(const Arguments& a, int64_t head, Tile& tile, Range seen) {
   }
 }
 
-// Lets the positions of a tile attend with the query heads of one key/value head.
-void attend_tile(const Arguments& a, Range positions, int64_t head, Tile& tile) {
-  const int64_t per_kv = a.heads / a.kv_heads;
-  const int64_t num_queries = (positions.end - positions.begin) * per_kv;
+// Lets the positions of a tile attend with some query heads of one key/value head.
+void attend_tile(const Arguments& a, Range positions, int64_t head, Range query_heads, Tile& tile) {
+  const int64_t num_heads = query_heads.end - query_heads.begin;
+  const int64_t num_queries = (positions.end - positions.begin) * num_heads;
   const int64_t size = a.key_dim / 2 + 1;
   tile.queries.resize(num_queries * size);
   tile.attended.assign(num_queries * a.value_width, 0);
@@ -415,7 +429,8 @@ void attend_tile(const Arguments& a, Range positions, int64_t head, Tile& tile) 
   tile.masks.resize(num_queries);
   Range tokens = {INT64_MAX, 0}, masks = {positions.end, positions.end};
   for (int64_t q = 0; q < num_queries; ++q) {
-    const int64_t position = positions.begin + q / per_kv, own = head * per_kv + q % per_kv;
+    const int64_t position = positions.begin + q / num_heads;
+    const int64_t own = query_heads.begin + q % num_heads;
     const Number* query = a.query + position * a.query_stride + own * a.query_head_stride;
     set_factors(&tile.queries[q * size], query, a.key_dim);
     tile.tokens[q] = {a.oldest[position], a.seen[position]};
@@ -431,7 +446,8 @@ void attend_tile(const Arguments& a, Range positions, int64_t head, Tile& tile) 
   attend_tokens(a, a.rows[positions.begin], head, tile, tokens);
   attend_masks(a, head, tile, masks);
   for (int64_t q = 0; q < num_queries; ++q) {
-    const int64_t position = positions.begin + q / per_kv, own = head * per_kv + q % per_kv;
+    const int64_t position = positions.begin + q / num_heads;
+    const int64_t own = query_heads.begin + q % num_heads;
     Number* output = a.output + (position * a.heads + own) * a.value_dim;
     const float total = sum(load(&tile.totals[q * kLanes]));
     const float* attended = &tile.attended[q * a.value_width];
@@ -507,11 +523,18 @@ void marsray_attend(const AttentionArguments* arguments) {
 #pragma omp for schedule(static)
       for (int64_t position = 0; position < a.num_positions; ++position) write_page(a, position);
     }
+    // Each query is computed alike however few tiles are cut, so that all threads have some.
+    const int64_t whole = a.num_tiles * a.kv_heads, per_kv = a.heads / a.kv_heads;
+    const int64_t wanted = whole ? (a.num_threads + whole - 1) / whole : 1;
+    const int64_t cuts = wanted < per_kv ? wanted : per_kv;
     Tile tile;
 #pragma omp for schedule(dynamic)
-    for (int64_t i = 0; i < a.num_tiles * a.kv_heads; ++i) {
-      const int64_t* positions = a.tiles + i / a.kv_heads * 2;
-      attend_tile(a, {positions[0], positions[1]}, i % a.kv_heads, tile);
+    for (int64_t i = 0; i < whole * cuts; ++i) {
+      const int64_t* positions = a.tiles + i / cuts / a.kv_heads * 2;
+      const int64_t head = i / cuts % a.kv_heads, cut = i % cuts;
+      const Range query_heads = {head * per_kv + cut * per_kv / cuts,
+                                 head * per_kv + (cut + 1) * per_kv / cuts};
+      attend_tile(a, {positions[0], positions[1]}, head, query_heads, tile);
     }
   }
 }
