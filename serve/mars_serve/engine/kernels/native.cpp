@@ -14,15 +14,22 @@
 
 namespace {
 
-constexpr int kLanes = 16;      // numbers that are computed with at once
-constexpr int kMostGroups = 16;  // groups of kLanes keys in a block
-constexpr int kMostQueries = 8; // queries that meet a block at once, by what registers hold
-constexpr int kManyQueries = 6; // the same where there are more, by what is fastest
+// Compilers split wider vectors than a processor has into code that is many times as slow.
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;  // numbers that are computed with at once
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+constexpr int kMostGroups = 256 / kLanes;  // groups of kLanes keys in a block
+constexpr int kMostQueries = 8;  // queries that meet a block at once, by what registers hold
+constexpr int kManyQueries = 6;  // the same where there are more, by what is fastest
 
-typedef float Floats __attribute__((vector_size(64), aligned(4)));
-typedef int32_t Integers __attribute__((vector_size(64), aligned(4)));
-typedef uint32_t Words __attribute__((vector_size(64), aligned(4)));
-typedef uint16_t Halves __attribute__((vector_size(32), aligned(2)));
+typedef float Floats __attribute__((vector_size(4 * kLanes), aligned(4)));
+typedef int32_t Integers __attribute__((vector_size(4 * kLanes), aligned(4)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes), aligned(4)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes), aligned(2)));
 
 #ifdef NUMBER_BFLOAT16
 
@@ -73,12 +80,13 @@ inline Floats all(float number) { return number - Floats{}; }
 inline float sum(Floats numbers) {
 #ifdef __AVX512F__
   return _mm512_reduce_add_ps((__m512)numbers);
-#endif
+#else
   float lanes[kLanes];
   store(lanes, numbers);
   for (int width = kLanes / 2; width > 0; width /= 2)
     for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
   return lanes[0];
+#endif
 }
 
 // The larger of two numbers each, the second one where one of them is NaN.
@@ -139,6 +147,7 @@ inline Pairs load_pairs(const Number* first) { return widen(first); }
 inline Pairs load_pairs(const Number* first, const Number* second) {
   return widen(first) | widen(second) << 16;
 }
+// Sets count / 2 + 1 factors, the last of them to 0 or to one number and 0.
 inline void set_factors(Factors* to, const Number* from, int64_t count) {
   to[count / 2] = 0;
   std::memcpy(to, from, count * sizeof(Number));
@@ -166,7 +175,8 @@ inline Pairs load_pairs(const Number* first, const Number* second) {
 }
 inline void set_factors(Factors* to, const Number* from, int64_t count) {
   to[count / 2] = {};
-  for (int64_t i = 0; i < count; ++i) (i % 2 ? to[i / 2].second : to[i / 2].first) = load_one(from + i);
+  for (int64_t i = 0; i < count; ++i)
+    (i % 2 ? to[i / 2].second : to[i / 2].first) = load_one(from + i);
 }
 inline void store_factors(Factors* to, Floats numbers) { store(&to->first, numbers); }
 inline void add_products(Floats& sums, Factors factors, const Pairs& pairs) {
@@ -201,7 +211,7 @@ struct AttentionArguments {
   int64_t value_stride, value_head_stride;
   int64_t num_positions, num_tiles, table_width;
   int64_t heads, kv_heads, key_dim, value_dim;
-  int64_t page_size, page_width, value_width;  // the widths are multiples of kLanes
+  int64_t page_size, page_width, value_width;  // the widths are multiples of 16
   int64_t writes_pages, num_threads;
   float scaling;
   float softcap;  // 0 for none
@@ -244,7 +254,7 @@ struct Block {
 
 // The queries of a tile for one key/value head, and what they have attended to so far.
 struct Tile {
-  std::vector<Factors> queries;  // [queries, key_dim / 2 + 1], of which an odd key_dim fills the last
+  std::vector<Factors> queries;  // [queries, key_dim / 2 + 1]
   std::vector<float> attended;  // [queries, value_width], sums weighted by e^(score - top)
   std::vector<float> totals;    // [queries, kLanes], whose sum is that of the weights
   std::vector<float> tops;      // [queries], largest scores
@@ -263,89 +273,109 @@ inline void finish_scores(const Arguments& a, const Block& block, int group, Ran
   int64_t end = seen.end - block.first[group];
   if (end > block.num_keys[group]) end = block.num_keys[group];
   if (begin <= 0 && end == kLanes) return;
-  const Integers lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  Integers lane;
+  for (int i = 0; i < kLanes; ++i) lane[i] = i;
   const int least = begin < kLanes ? begin : kLanes, most = end > 0 ? end : 0;
   store(scores, (lane >= least) & (lane < most) ? load(scores) : all(-INFINITY));
 }
 
-// Lets NUM queries of a tile, from `first` on, attend to a block. Scores are logarithms to base 2.
+// What NUM queries of a tile find in a block.
 template <int NUM>
-void attend_queries(const Arguments& a, const Block& block, Tile& tile, int64_t first,
-                    const Range* ranges, bool see_all) {
-  float scores[NUM][kMostGroups * kLanes];
+struct Finding {
+  float scores[NUM][kMostGroups * kLanes];  // logarithms to base 2
   Factors weights[NUM][kMostGroups * kLanes / 2];
-  const int64_t size = a.key_dim / 2 + 1;
-  const Factors* queries = &tile.queries[first * size];
+  float scales[16];  // of what each has attended to before, in whole vectors
+};
+
+template <int NUM>
+inline void find_products(const Arguments& a, const Block& block, const Factors* queries,
+                          Finding<NUM>& found) {
+  const int64_t pairs = a.key_dim / 2, size = pairs + 1;
   for (int group = 0; group < block.num_groups; ++group) {
     Floats sums[NUM] = {};
     const Number* keys = block.keys[group];
-    for (int64_t d = 0; d < a.key_dim / 2; ++d, keys += 2 * block.key_stride) {
-      const Pairs pairs = load_pairs(keys, keys + block.key_stride);
-      for (int q = 0; q < NUM; ++q) add_products(sums[q], queries[q * size + d], pairs);
+    for (int64_t d = 0; d < pairs; ++d, keys += 2 * block.key_stride) {
+      const Pairs key = load_pairs(keys, keys + block.key_stride);
+      for (int q = 0; q < NUM; ++q) add_products(sums[q], queries[q * size + d], key);
     }
     if (a.key_dim % 2)
       for (int q = 0; q < NUM; ++q)
-        add_products(sums[q], queries[q * size + size - 1], load_pairs(keys));
+        add_products(sums[q], queries[q * size + pairs], load_pairs(keys));
     for (int q = 0; q < NUM; ++q)
-      store(&scores[q][group * kLanes], sums[q] * (a.scaling * kLog2E));
+      store(&found.scores[q][group * kLanes], sums[q] * (a.scaling * kLog2E));
   }
-  if (!see_all || a.softcap > 0)
-    for (int q = 0; q < NUM; ++q)
-      for (int group = 0; group < block.num_groups; ++group)
-        finish_scores(a, block, group, ranges[first + q], &scores[q][group * kLanes]);
-  float bases[kLanes] = {}, scales[kLanes] = {};
+}
+
+template <int NUM>
+inline void find_weights(const Block& block, Tile& tile, int64_t first, Finding<NUM>& found) {
+  float bases[16] = {};
+  std::memset(found.scales, 0, sizeof found.scales);
   for (int q = 0; q < NUM; ++q) {
     float& top = tile.tops[first + q];
     Floats tops = all(top);
     for (int group = 0; group < block.num_groups; ++group)
-      tops = larger(load(&scores[q][group * kLanes]), tops);
-    scales[q] = top;
+      tops = larger(load(&found.scores[q][group * kLanes]), tops);
+    found.scales[q] = top;
     top = largest(tops);
     bases[q] = top == -INFINITY ? 0 : top;
   }
-  store(scales, power_of_two(load(scales) - load(bases)));
+  for (int q = 0; q < NUM; q += kLanes)
+    store(&found.scales[q], power_of_two(load(&found.scales[q]) - load(&bases[q])));
   for (int q = 0; q < NUM; ++q) {
     float* totals = &tile.totals[(first + q) * kLanes];
-    Floats total = load(totals) * scales[q];
+    Floats total = load(totals) * found.scales[q];
     for (int group = 0; group < block.num_groups; ++group) {
-      const Floats weight = power_of_two(load(&scores[q][group * kLanes]) - bases[q]);
+      const Floats weight = power_of_two(load(&found.scores[q][group * kLanes]) - bases[q]);
       total += weight;
-      store_factors(&weights[q][group * kLanes / 2], weight);
+      store_factors(&found.weights[q][group * kLanes / 2], weight);
     }
     store(totals, total);
   }
-  for (int64_t d = 0; d < a.value_width; d += 2 * kLanes) {
-    const int next = d + kLanes < a.value_width ? kLanes : 0;
-    float* attended = &tile.attended[first * a.value_width + d];
-    Floats sums[NUM][2];
-    for (int q = 0; q < NUM; ++q) {
-      sums[q][0] = load(attended + q * a.value_width) * scales[q];
-      sums[q][1] = load(attended + q * a.value_width + next) * scales[q];
-    }
-    for (int group = 0; group < block.num_groups; ++group) {
-      const Number* values = block.values[group] + d;
-      int key = 0;
-      for (; key + 1 < block.num_keys[group]; key += 2, values += 2 * a.value_width) {
-        const Number* second = values + a.value_width;
-        const Pairs pairs = load_pairs(values, second);
-        const Pairs nexts = load_pairs(values + next, second + next);
-        for (int q = 0; q < NUM; ++q) {
-          add_products(sums[q][0], weights[q][(group * kLanes + key) / 2], pairs);
-          add_products(sums[q][1], weights[q][(group * kLanes + key) / 2], nexts);
-        }
-      }
-      if (key == block.num_keys[group]) continue;
-      const Pairs pairs = load_pairs(values), nexts = load_pairs(values + next);
-      for (int q = 0; q < NUM; ++q) {
-        add_products(sums[q][0], weights[q][(group * kLanes + key) / 2], pairs);
-        add_products(sums[q][1], weights[q][(group * kLanes + key) / 2], nexts);
-      }
-    }
-    for (int q = 0; q < NUM; ++q) {
-      store(attended + q * a.value_width, sums[q][0]);
-      if (next) store(attended + q * a.value_width + next, sums[q][1]);
-    }
+}
+
+// Adds two vectors of the block's weighted values, or the same one twice if next is 0.
+template <int NUM>
+inline void add_values(const Block& block, int64_t width, int64_t d, int64_t next,
+                       const Finding<NUM>& found, float* attended) {
+  Floats sums[NUM][2];
+  for (int q = 0; q < NUM; ++q) {
+    sums[q][0] = load(attended + q * width) * found.scales[q];
+    sums[q][1] = load(attended + q * width + next) * found.scales[q];
   }
+  for (int group = 0; group < block.num_groups; ++group) {
+    const Number* values = block.values[group] + d;
+    const auto add = [&](int pair, const Pairs& one, const Pairs& other) {
+      for (int q = 0; q < NUM; ++q) {
+        add_products(sums[q][0], found.weights[q][group * kLanes / 2 + pair], one);
+        add_products(sums[q][1], found.weights[q][group * kLanes / 2 + pair], other);
+      }
+    };
+    const int num_pairs = block.num_keys[group] / 2;
+    for (int pair = 0; pair < num_pairs; ++pair, values += 2 * width)
+      add(pair, load_pairs(values, values + width),
+          load_pairs(values + next, values + width + next));
+    if (block.num_keys[group] % 2) add(num_pairs, load_pairs(values), load_pairs(values + next));
+  }
+  for (int q = 0; q < NUM; ++q) {
+    store(attended + q * width, sums[q][0]);
+    if (next) store(attended + q * width + next, sums[q][1]);
+  }
+}
+
+// Lets NUM queries of a tile, from `first` on, attend to a block.
+template <int NUM>
+void attend_queries(const Arguments& a, const Block& block, Tile& tile, int64_t first,
+                    const Range* ranges, bool see_all) {
+  Finding<NUM> found;
+  find_products(a, block, &tile.queries[first * (a.key_dim / 2 + 1)], found);
+  if (!see_all || a.softcap > 0)
+    for (int q = 0; q < NUM; ++q)
+      for (int group = 0; group < block.num_groups; ++group)
+        finish_scores(a, block, group, ranges[first + q], &found.scores[q][group * kLanes]);
+  find_weights(block, tile, first, found);
+  for (int64_t d = 0; d < a.value_width; d += 2 * kLanes)
+    add_values(block, a.value_width, d, d + kLanes < a.value_width ? kLanes : 0, found,
+               &tile.attended[first * a.value_width + d]);
 }
 
 typedef void (*AttendQueries)(const Arguments&, const Block&, Tile&, int64_t, const Range*, bool);

@@ -214,6 +214,37 @@ def test_other_kinds_of_attention_equal_dense_attention(kind: Any, backend: str)
     torch.testing.assert_close(output, step.expected())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", [RAGGED, [(300, 1, (0,))]], ids=["ragged", "one"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"page_size": 1, "head_dim": 33},
+        {"page_size": 7, "num_kv_heads": 1, "window": 11, "has_sinks": True},
+        {"page_size": 16, "head_dim": 32, "num_heads": 18, "softcap": 0.4},
+    ],
+    ids=str,
+)
+def test_native_attention_reads_pairs_and_cuts_heads(
+    kind: Any, rows: list[RowShape], dtype: torch.dtype
+) -> None:
+    """Places behind a row's tokens hold NaN, and no bit depends on the number of threads."""
+    step = AttentionStep(rows, torch.device("cpu"), dtype, **kind)
+    for row in step.batch.rows:
+        step.hide(row)
+        for place in range(row.num_cached + row.num_tokens, len(row.pages) * step.page_size):
+            for part in step.pages:
+                part[row.pages[place // step.page_size], place % step.page_size] = torch.nan
+    outputs, threads = [], torch.get_num_threads()
+    for count in (1, 7):
+        torch.set_num_threads(count)
+        outputs.append(attend("native", step)[0])
+    torch.set_num_threads(threads)
+    error = {"rtol": 0.01, "atol": 0.01} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(outputs[0].float(), step.expected(), **error)
+    assert outputs[0].equal(outputs[1])
+
+
 @pytest.mark.parametrize(
     "kind",
     [
