@@ -134,8 +134,8 @@ inline Floats power_of_two(Floats x) {
   return series * (Floats)((Words)biased << 23);
 }
 
-// e^x; numbers above 88 count as 88.
-inline Floats exponential(Floats x) { return power_of_two((x > 88 ? all(88) : x) * kLog2E); }
+// e^x; infinity above 88.4.
+inline Floats exponential(Floats x) { return power_of_two((x > 89 ? all(89) : x) * kLog2E); }
 
 #if defined(NUMBER_BFLOAT16) && defined(__AVX512BF16__)
 
