@@ -1,6 +1,7 @@
 """Loads a served model's engine."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
@@ -9,6 +10,7 @@ from mars_platform.errors import UserError
 from mars_serve.config.served import read_served, with_dtype
 from mars_serve.config.settings import ModelSettings
 from mars_serve.engine.engine import Engine
+from mars_serve.engine.kernels.native import native_for
 
 
 def load_engine(settings: ModelSettings) -> Engine:
@@ -45,7 +47,8 @@ def _describe_memory(settings: ModelSettings) -> str:
 
 def _load(settings: ModelSettings) -> Engine:
     settings = with_dtype(settings)
-    checkpoint = read_served(settings)
     dtype = getattr(torch, settings.dtype)
     device = "cuda" if settings.num_gpus else "cpu"
-    return Engine(checkpoint, settings.engine, dtype=dtype, device=device)
+    with ThreadPoolExecutor(1) as beside:
+        beside.submit(native_for, torch.device(device), dtype)  # it may compile for seconds
+        return Engine(read_served(settings), settings.engine, dtype=dtype, device=device)
