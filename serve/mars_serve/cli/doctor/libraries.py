@@ -9,13 +9,17 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mars_platform.errors import UserError
 from mars_serve.cli.doctor.finding import Finding, guarded
+
+if TYPE_CHECKING:  # importing it loads torch
+    from mars_serve.engine.attention.interface import LayerGroup
 
 _CONNECT_S = 1.0
 _INSTALL_TORCH = "install a build of torch that fits this machine: https://pytorch.org/get-started"
@@ -81,7 +85,7 @@ def _checkpoint(path: Path) -> Iterator[Finding]:
     kind = f"block size {mars.block_size}" if mars else "plain AR"
     found = f"{type(model).__name__}, {num / 1e6:,.1f}M weights in {dtype}, {kind}"
     yield Finding("checkpoint", "ok", found)
-    yield _path_served(dtype, max(group.head_dim for group in group_layers(specs)[0]))
+    yield _path_served(dtype, group_layers(specs)[0])
     yield layers.works(model, has_masks=mars is not None)
     try:
         check_chat_template(path)
@@ -91,25 +95,32 @@ def _checkpoint(path: Path) -> Iterator[Finding]:
         yield Finding("chat template", "warning", found, remedy)
 
 
-def _path_served(dtype: str, head_dim: int) -> Finding:
-    """Say where and how the engine would run a model of this number type and size of heads."""
+def _path_served(dtype: str, groups: Sequence["LayerGroup"]) -> Finding:
+    """Say where and how the engine would run a model of this number type and layers."""
     import torch
 
     from mars_platform.checkpoint.number_type import is_bfloat16_slow
     from mars_serve.engine.attention.selection import why_gathered
+    from mars_serve.engine.kernels.native import why_not_native
     from mars_serve.engine.settings import EngineSettings
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    reason = why_gathered(EngineSettings(), device, getattr(torch, dtype), head_dim=head_dim)
-    if reason is None:
-        return Finding("served", "ok", "on the GPU; a paged kernel reads the KV cache in place")
-    found = f"on the {device.type}; pages of the KV cache are gathered: {reason}"
+    reason = why_gathered(EngineSettings(), device, getattr(torch, dtype), groups)
     if device.type == "cuda":
+        if reason is None:
+            return Finding("served", "ok", "on the GPU; a paged kernel reads the KV cache in place")
+        found = f"on the GPU; pages of the KV cache are gathered, which is slower: {reason}"
         remedy = "serve in bfloat16 (dtype: bfloat16) on a GPU of compute capability 8.0 or more"
-        return Finding("served", "warning", f"{found}, which is slower", remedy)
+        return Finding("served", "warning", found, remedy)
+    found = f"on the CPU; pages of the KV cache are gathered: {reason}"
+    if reason is None:
+        found = "on the CPU; functions of C++ read the KV cache in place"
     if dtype == "bfloat16" and is_bfloat16_slow():
         found += "; the weights are bfloat16, for which this processor has no instructions"
         remedy = "serve in float32 (dtype: float32), which takes twice the memory"
+        return Finding("served", "warning", found, remedy)
+    if why_not_native(device, getattr(torch, dtype)) is not None:
+        remedy = "install g++, which makes steps shorter, and serve in bfloat16 or float32"
         return Finding("served", "warning", found, remedy)
     return Finding("served", "ok", found)
 

@@ -2,8 +2,9 @@
 
 A step of torch's operators spends more time between them than in them at small batches, and torch
 has none that reads keys and values from pages. So `native.cpp` is compiled for this machine's
-processor when an engine is made, within two seconds, and kept in a directory of the user's. Without
-a C++ compiler (``$CXX``, or else ``g++``) engines run torch's operators.
+processor when an engine is made, within two seconds, and kept in ``$XDG_CACHE_HOME/marsray``, or
+else ``~/.cache/marsray``, if nobody else may write there. Without a C++ compiler (``$CXX``, or else
+``g++``) engines run torch's operators.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import ctypes
 import hashlib
 import logging
 import os
-import shlex
 import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -34,8 +35,9 @@ _SOURCE = Path(__file__).with_name("native.cpp")
 # Sums keep their order and NaN stays NaN, whatever the compiler. The functions' threads are those
 # of torch's own OpenMP, which is found at run time because the library is not linked with another.
 _COMPILE = ["-std=c++17", "-O3", "-march=native", "-fPIC", "-fno-math-errno", "-fno-trapping-math"]
-_LINK = ["-shared"]
-_COMPILE_S = 120.0
+_COMPILE_S = 60.0
+_PROCESSOR = Path("/proc/cpuinfo")
+_LOCK = threading.Lock()  # a thread may compile while another loads weights
 
 _POINTER, _COUNT, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 
@@ -151,73 +153,69 @@ class Native:
 
 def native_for(device: torch.device, dtype: torch.dtype) -> Native | None:
     """Return the functions for numbers of a type on a device, or None if there are none."""
-    return None if why_not_native(device, dtype) else _loaded(_NAMES[dtype])
+    found = _find(device, dtype)
+    return None if isinstance(found, str) else found
 
 
 def why_not_native(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why there are no functions for numbers of a type on a device; None if there are."""
+    found = _find(device, dtype)
+    return found if isinstance(found, str) else None
+
+
+def _find(device: torch.device, dtype: torch.dtype) -> Native | str:
     if device.type != "cpu":
         return f"the device is {device.type}, not a CPU"
     if dtype not in _NAMES:
         return f"the weights are {dtype}, and the C++ functions take bfloat16 and float32"
-    if not _compiler():
-        return "no C++ compiler was found; install g++, or set CXX"
-    if _loaded(_NAMES[dtype]) is None:
-        return "the C++ functions could not be compiled; the log says why"
-    return None
+    command = (os.environ.get("CXX") or "g++").split()
+    if not command or not shutil.which(command[0]):
+        return "no C++ compiler was found (g++, or what CXX names)"
+    with _LOCK:
+        return _load((*command, *_COMPILE, f"-D{_NAMES[dtype]}"), _kept_in())
 
 
 @cache
-def _loaded(name: str) -> Native | None:
+def _load(command: Sequence[str], kept: Path | None) -> Native | str:
+    """Load the functions, and compile them first unless a directory has them."""
     try:
-        with _library(name) as path:
+        parts = _SOURCE.read_text(), command, _run([*command, "--version"]), _processor()
+        name = f"native-{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.so"
+        if kept is not None:
+            with suppress(OSError):  # it is missing or damaged
+                return Native(ctypes.CDLL(str(kept / name)))
+        with tempfile.TemporaryDirectory(prefix="marsray-", dir=kept) as scratch:
+            path = _compile(command, Path(scratch))
+            if kept is not None:
+                path = path.replace(kept / name)
             return Native(ctypes.CDLL(str(path)))
     except subprocess.CalledProcessError as error:
-        _log.warning("the C++ functions could not be compiled: %s", error.stderr[-2000:])
+        reason = error.stderr.strip() or str(error)
     except (OSError, subprocess.TimeoutExpired) as error:
-        _log.warning("the C++ functions could not be compiled: %s", error)
-    return None
+        reason = str(error)
+    _log.warning("the C++ functions could not be compiled: %s", reason[-2000:])
+    return f"the C++ functions could not be compiled: {reason.splitlines()[0][:200]}"
 
 
-@contextmanager
-def _library(name: str) -> Iterator[Path]:
-    """Compile the functions for a type unless that has been done, and give the library's path."""
-    command = [*_compiler(), *_COMPILE, f"-D{name}"]
-    parts = (_SOURCE.read_text(), command, _run([command[0], "--version"]), _processor())
-    key = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
-    with tempfile.TemporaryDirectory(prefix="marsray-") as scratch:
-        kept = _kept_in() or Path(scratch)
-        path = kept / f"native-{key}.so"
-        if not path.exists():
-            _compile(command, Path(scratch), path)
-        yield path
-
-
-def _compile(command: list[str], scratch: Path, path: Path) -> None:
-    """Compile to a path, on which no half-written file ever is."""
-    whole = path.with_name(f"{path.name}.{os.getpid()}")
-    objects = scratch / "native.o"
+def _compile(command: Sequence[str], scratch: Path) -> Path:
+    objects, library = scratch / "native.o", scratch / "native.so"
     _run([*command, "-fopenmp", "-c", str(_SOURCE), "-o", str(objects)])
-    _run([command[0], *_LINK, str(objects), "-o", str(whole)])
-    whole.replace(path)
+    _run([*command, "-shared", str(objects), "-o", str(library)])
+    with library.open("rb") as file:
+        os.fsync(file.fileno())  # so no half of it is found after a power failure
+    return library
 
 
-def _compiler() -> list[str]:
-    """Return the command of the C++ compiler, empty if there is none."""
-    command = shlex.split(os.environ.get("CXX") or "g++")
-    return command if command and shutil.which(command[0]) else []
-
-
-def _run(command: list[str]) -> str:
+def _run(command: Sequence[str]) -> str:
     done = subprocess.run(  # noqa: S603 -- the user chooses the compiler
-        command, check=True, capture_output=True, text=True, timeout=_COMPILE_S
+        command, check=True, capture_output=True, text=True, errors="replace", timeout=_COMPILE_S
     )
     return done.stdout
 
 
 def _processor() -> str:
     """Return what this machine's processor is, since a library is compiled for it alone."""
-    lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    lines = _PROCESSOR.read_text(errors="replace").splitlines()
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
@@ -227,11 +225,11 @@ def _kept_in() -> Path | None:
     Nobody else may write to it, because what lies in it is run.
     """
     root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    directory = Path(root).expanduser() / "marsray"
     try:
+        directory = Path(root).expanduser() / "marsray"
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.stat()
-    except (OSError, RuntimeError):  # there is no home directory
+    except (OSError, RuntimeError):  # there is no home directory, or none to write to
         return None
     is_own = status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     return directory if is_own and os.access(directory, os.W_OK) else None

@@ -77,8 +77,7 @@ def test_pages_are_gathered_if_no_kernel_reads_them(
 
 needs_paged_gpu = pytest.mark.skipif(
     not torch.cuda.is_available()
-    or why_gathered(EngineSettings(), torch.device("cuda"), torch.bfloat16, head_dim=64)
-    is not None,
+    or why_gathered(EngineSettings(), torch.device("cuda"), torch.bfloat16, [GROUP]) is not None,
     reason="needs a GPU on which the kernel reads pages",
 )
 

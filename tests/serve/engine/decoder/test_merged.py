@@ -15,17 +15,24 @@ from mars_platform.mixing.bind import ATTENTION_NAME, AttentionCall, bound
 from mars_platform.mixing.head import decoder_of, layers_of
 from mars_serve.engine.decoder.adapter import adapt_layers, step_adapters
 from mars_serve.engine.decoder.merged import MergedLayer, merge_layers
+from mars_serve.engine.decoder.native import NativeLayer
+from mars_serve.engine.kernels.native import Native, native_for
 
-USUAL: dict[str, dict[str, Any]] = {
-    "exaone": {},
-    "gemma": {},
-    "granite": {},
-    "llama": {"attention_bias": True},
-    "mistral": {},
-    "olmo": {},
-    "qwen3": {},
-    "qwen2": {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 8},
-}
+USUAL: list[tuple[str, dict[str, Any], type]] = [
+    ("exaone", {}, NativeLayer),
+    ("gemma", {}, MergedLayer),  # has another activation
+    ("gemma", {"hidden_activation": "silu", "hidden_act": "silu"}, NativeLayer),  # norms add 1
+    ("granite", {}, NativeLayer),
+    ("llama", {"attention_bias": True}, NativeLayer),
+    ("mistral", {}, NativeLayer),
+    ("olmo", {}, MergedLayer),  # has other norms
+    ("qwen3", {}, NativeLayer),  # norms heads
+    (
+        "qwen2",
+        {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 8},
+        NativeLayer,
+    ),
+]
 OTHERS: dict[str, dict[str, Any]] = {
     "ernie4_5": {},  # rotates neighbouring numbers of a head
     "gemma2": {},  # has further norms
@@ -71,17 +78,39 @@ def built(family: str, dtype: torch.dtype, **changes: Any) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", USUAL)
-def test_usual_layers_are_merged_and_give_the_same(family: str, dtype: torch.dtype) -> None:
-    model = built(family, dtype, **USUAL[family])
+def native_of(model: PreTrainedModel) -> Native:
+    native = native_for(model.device, model.dtype)
+    assert native is not None
+    return native
+
+
+def check_merging(model: PreTrainedModel, native: Native | None, kind: type) -> None:
     own = hidden(model)
 
-    assert merge_layers(model) == len(layers_of(model))
+    assert merge_layers(model, native) == len(layers_of(model))
 
-    assert all(isinstance(layer, MergedLayer) for layer in layers_of(model))
+    assert all(isinstance(layer, kind) for layer in layers_of(model))
     difference = (hidden(model) - own).abs().mean() / own.abs().mean()
-    assert difference < (1e-5 if dtype == torch.float32 else 0.02)
+    assert difference < (1e-5 if model.dtype == torch.float32 else 0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("family", "changes", "kind"), USUAL)
+def test_usual_layers_are_merged_and_give_the_same(
+    family: str, changes: dict[str, Any], kind: type, dtype: torch.dtype
+) -> None:
+    check_merging(built(family, dtype, **changes), None, MergedLayer)
+
+    model = built(family, dtype, **changes)
+    check_merging(model, native_of(model), kind)
+
+
+def test_functions_of_cpp_rotate_by_numbers_of_the_models_own_type_only() -> None:
+    model = built("qwen3", torch.bfloat16)
+    decoder_of(model).rotary_emb.register_forward_hook(
+        lambda _module, _inputs, rotation: tuple(part.float() for part in rotation)
+    )
+    check_merging(model, native_of(model), MergedLayer)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -103,7 +132,8 @@ def test_layers_that_rotate_nothing_stay_beside_merged_ones() -> None:
     assert [isinstance(layer, MergedLayer) for layer in layers_of(model)] == [True, False]
 
 
-def test_layers_of_which_some_projections_have_slots_are_merged_with_them() -> None:
+@pytest.mark.parametrize("is_native", [False, True])
+def test_layers_of_which_some_projections_have_slots_are_merged_with_them(is_native: bool) -> None:
     model = built("qwen2", torch.float32)
     adapt_layers(model, is_fixed=False, num_slots=1, rank=2)
     adapters = step_adapters(model)
@@ -118,7 +148,8 @@ def test_layers_of_which_some_projections_have_slots_are_merged_with_them() -> N
     own = hidden(model)
     adapters.set(None, None)
 
-    assert merge_layers(model) == len(layers_of(model))
+    native = native_of(model) if is_native else None
+    assert merge_layers(model, native) == len(layers_of(model))
 
     adapters.set(None, slots)
     torch.testing.assert_close(hidden(model), own, atol=1e-5, rtol=1e-5)

@@ -21,6 +21,7 @@ from decoding.engines import Engines, Models, oracle, paged_attention, passes_of
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.method.mode import Confidence, Mode
 from mars_platform.mixing.bind import ATTENTION_NAME
+from mars_serve.engine.attention.interface import LayerGroup
 from mars_serve.engine.attention.plan import StepShape, cached_pages
 from mars_serve.engine.attention.selection import why_gathered
 from mars_serve.engine.batch import StepBatch, build_batch
@@ -273,9 +274,10 @@ def test_the_engine_says_what_its_graphs_took(tiny_model: Models, make_engine: E
 
 # On a GPU
 
+GROUP = LayerGroup(1, heads=4, kv_heads=2, key_dim=8, value_dim=8)
 needs_paged_gpu = pytest.mark.skipif(
     not torch.cuda.is_available()
-    or why_gathered(EngineSettings(), torch.device("cuda"), torch.bfloat16, head_dim=8) is not None,
+    or why_gathered(EngineSettings(), torch.device("cuda"), torch.bfloat16, [GROUP]) is not None,
     reason="needs a GPU on which the kernel reads pages",
 )
 
