@@ -45,8 +45,10 @@ def candidates_of(request: Request, chances: Chances, window: int) -> list[Candi
     """Return the positions that a request could feed: masks by outcome and depth, at most
     ``window`` an outcome, then the drafts from its own text.
     """
-    if not request.plan.checks_drafts:
-        return [(gain, gain) for gain in chances.masks[: _most_masks(request, window, 0)]]
+    checks_drafts = request.plan.checks_drafts
+    if not (checks_drafts and request.drafts):
+        most = _most_masks(request, window, 0)
+        return [(gain, 1.0 if checks_drafts else gain) for gain in chances.masks[:most]]
     reach = _reach(request, chances)
     masks = [
         (share * gain, share)

@@ -31,7 +31,7 @@ class DraftSources:
         draft that is less likely than ``least_chance``, with those before it, is not fed.
         """
         before, plan = request.drafts, request.plan
-        if plan.checks_drafts:
+        if plan.checks_drafts and (own or before):
             request.set_drafts(own)
         if request.is_audit:
             request.take_audited_drafts(self.max_audit_drafts)
