@@ -162,6 +162,9 @@ class Engine:
         self._busy_since_s = 0.0
         """Time of the last step's end or, if later, since when there are requests."""
         self._chooser: WindowChooser | None = None
+        self._corrects_times = False
+        """Whether masks are chosen by times measured here, which steps may prove wrong."""
+        self._clock, self._launch_s = clock_of(self.device.type), 0.0
         budget = PositionBudget(settings.max_num_batched_tokens, least=self.window + 1)
         self._isolation = FaultIsolation(self._runner, self._memory, budget)
         self._audit_room = AuditRoom()
@@ -251,17 +254,19 @@ class Engine:
             masks_apart=self.checkpoint.adapter is not None, on_progress=on_progress
         )
         self.adapt_windows(times)
+        self._corrects_times = True
         return times
 
     def adapt_windows(self, times: StepTimes) -> None:
         """From now on, bound what prompts add to steps by these times, and choose masks by them, if
         the settings and the model allow that.
         """
+        self._corrects_times = False
         self._audit_room.times = times
         self._scheduler.prompt_room = PromptRoom(times, self.settings.max_num_seqs)
         if self._drafting.max_drafts and self.settings.adaptive_windows:
-            clock = clock_of(self.device.type)  # that of the table, so that both compare
-            self._chooser = WindowChooser(times, self.window, clock=clock)
+            # The clock of the table, so that both compare.
+            self._chooser = WindowChooser(times, self.window, clock=self._clock)
 
     def measure_step_times(
         self,
@@ -289,7 +294,7 @@ class Engine:
         )
 
     def _step_timer(self) -> StepTimer:
-        return StepTimer(self._runner.run, self._memory, clock_of(self.device.type))
+        return StepTimer(self._runner.run, self._memory, self._clock)
 
     def capture_graphs(
         self, capture: Capture, on_progress: Callable[[int, int], None] | None = None
@@ -366,6 +371,7 @@ class Engine:
         if self.on_launch is not None:
             self.on_launch(rows)
         self._note_begun(rows)
+        self._launch_s = self._clock()
         return self._isolation.launch(rows)
 
     def finish_step(self, step: Step | None) -> list[StepOutput]:
@@ -381,6 +387,8 @@ class Engine:
         if step is None:
             return outputs
         results = self._isolation.wait(step)
+        if self._chooser is not None and self._corrects_times:
+            self._chooser.note_step(step.rows, self._clock() - self._launch_s)
         self._audit_room.observe(step.rows)
         outputs += self._commit(step.rows, results)
         if any(not row.request.is_audit for row in step.rows):

@@ -23,6 +23,7 @@ from mars_serve.engine.adaptive.draft_groups import (
     num_given_drafts,
 )
 from mars_serve.engine.request import Request
+from mars_serve.engine.scheduled_row import ScheduledRow
 
 _Floats = NDArray[np.float64]
 
@@ -42,6 +43,9 @@ _LEAST_GAIN = 0.01
 _SHORT_PROMPT = 32
 """Change of the prompt positions in a step up to which a choice is kept: choosing anew would cost
 more than it gains. The limit is at least the number of masks of all rows."""
+_FAR_OFF = 1.5
+"""Factor by which the time of a step may fall short of what was measured. A larger one shows that
+other programs held up the measurement; by less, the speed of machines drifts."""
 _FEWER_ROWS = 0.75
 """Share of the rows at the last choice, or of those that came since, below which it is no longer
 right."""
@@ -88,6 +92,7 @@ class WindowChooser:
         """Chances of rows that were not there at the last choice."""
         self._interval = self._num_kept = self._other_positions = self._num_rows = 0
         self._feeds_masks = False  # by the last choice
+        self._tries_none = False  # in the next step
         self._choice_s = 0.0  # seconds of choosing a sampled token, in the last steps
         self._sampling_s = 0.0  # the same for a position of any row
 
@@ -99,6 +104,23 @@ class WindowChooser:
         rejected.
         """
         self._acceptance.observe(request, num_masks, num_accepted)
+
+    def note_step(self, rows: Sequence[ScheduledRow], seconds: float) -> None:
+        """Correct the times of steps if one took ``seconds`` and was expected to take far longer.
+
+        If it had masks, the next one has none, whose time may be as wrong.
+        """
+        positions = sum(row.num_positions for row in rows)
+        cached_tokens = sum(row.request.num_cached for row in rows)
+        has_masks = any(row.num_masks for row in rows)
+        expected_s = self._times.at(positions, cached_tokens, has_masks)
+        if expected_s < _FAR_OFF * seconds or positions > self._times.positions[-1]:
+            return
+        if all(row.reads_logits and row.num_tokens <= self._max_window + 1 for row in rows):
+            seconds = max(seconds - self._times.mask_s * has_masks, seconds / 2)
+            self._times = self._times.bounded(positions, cached_tokens, seconds)
+            self._tries_none = has_masks
+            self.expire()
 
     def forget(self, request_id: str) -> None:
         """Drop the state of a request that has ended; an unknown request is ignored."""
@@ -144,6 +166,9 @@ class WindowChooser:
             begin_s = self._clock()
             step_s = self._renew(rows, other_positions, cached_tokens)
             self._keep_for(step_s, self._clock() - begin_s)
+        if self._tries_none:
+            self._tries_none, self._interval = False, 0
+            return [(0,) if each.plan.leaves_masks else self._masks(each) for each in rows]
         return [self._masks(request) for request in rows]
 
     def _masks(self, request: Request) -> tuple[int, ...]:

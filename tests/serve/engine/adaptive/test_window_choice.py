@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from decoding.engine_requests import make_request
+from decoding.engine_requests import make_request, make_row
 from mars_autoscale.model.step_times import StepTimes
 from mars_platform.method.mode import Mode
 from mars_serve.engine.adaptive.window_choice import WindowChooser
@@ -290,6 +290,38 @@ def test_the_first_sampled_token_tells_at_once_what_positions_cost() -> None:
     assert min(windows_of(chooser, rows)) > 1
     rows[0].charge(0.01)
     assert max(windows_of(chooser, rows)) == 0
+
+
+def test_steps_that_are_far_quicker_than_measured_correct_the_times() -> None:
+    """Measured beside other programs, small steps seemed to take as long as wide ones."""
+    grid = 1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256
+    wrong = step_times({count: 0.380 + count * 0.0008 for count in grid})
+    chooser, rows = chooser_of(wrong), make_rows(32)
+
+    def step() -> list[int]:
+        windows = windows_of(chooser, rows)
+        fed = [make_row(row, 1, (masks,)) for row, masks in zip(rows, windows, strict=True)]
+        chooser.note_step(fed, 0.010 + 0.001 * sum(row.num_positions for row in fed))
+        for row, masks in zip(rows, windows, strict=True):
+            chooser.observe(row, masks, min(masks, 2) + 1)
+        return windows
+
+    assert min(step()) == MAX_WINDOW
+    assert not any(step())
+    assert [any(step()) for _ in range(20)] == [False] * 20
+    assert windows_of(chooser, rows[:1]) == [MAX_WINDOW]  # one step's time for each position
+
+
+def test_times_that_prompts_or_drift_seem_to_contradict_stay() -> None:
+    times = step_times({1: 0.010, 8: 0.010, 9: 0.050, 64: 0.500})
+    chooser, rows = chooser_of(times), make_rows(8)
+    chooser.note_step([make_row(row, 1) for row in rows], 0.007)
+    prompt = make_request("long", 40)
+    chooser.note_step([make_row(prompt, 40)], 0.010)
+    chooser.note_step([make_row(prompt, 4, reads_logits=False)], 0.001)
+    chooser.note_step([make_row(rows[0], 100)], 0.001)  # longer than any that was measured
+    assert not any(windows_of(chooser, rows))
+    assert windows_of(chooser, rows[:1]) == [MAX_WINDOW]
 
 
 # Mode exact
