@@ -117,7 +117,7 @@ class WindowChooser:
         if expected_s < _FAR_OFF * seconds or positions > self._times.positions[-1]:
             return
         if all(row.reads_logits and row.num_tokens <= self._max_window + 1 for row in rows):
-            seconds = max(seconds - self._times.mask_s * has_masks, seconds / 2)
+            seconds = max(seconds - self._times.mask_s * has_masks, seconds / 2, 1e-6)
             self._times = self._times.bounded(positions, cached_tokens, seconds)
             self._tries_none = has_masks
             self.expire()
