@@ -38,8 +38,8 @@ A longer time is that of a run that was held up, and long steps may run once onl
 _PROMPT = 128
 """Most positions of the step of a prompt."""
 _IN_TURN = 2
-"""Runs of the same rows one after the other. The first copies their cached tokens beside the pages,
-where the steps of a row that goes on find them (`engine/attention/kept.py`)."""
+"""Runs of the same rows one after the other. In the first, libraries prepare themselves for
+the step's sizes."""
 _TOO_LONG_S = 2.0
 """Seconds of a step after which it is not run again at once."""
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decoding.attention_steps import AttentionStep, RowShape
-from decoding.engine_requests import make_request, make_row
+from decoding.engine_requests import make_request
 from decoding.engines import Engines, Models, oracle, paged_attention, passes_of, run
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.method.mode import Mode
@@ -23,7 +23,6 @@ from mars_serve.engine.attention.interface import Attention, group_layers
 from mars_serve.engine.attention.mixed import MixedAttention
 from mars_serve.engine.attention.native import NativeAttention
 from mars_serve.engine.attention.paged import PagedAttention
-from mars_serve.engine.batch import build_batch
 from mars_serve.engine.engine import Engine
 from mars_serve.engine.kernels.native import native_for
 from mars_serve.engine.request import Request
@@ -296,14 +295,3 @@ def test_no_row_attends_to_its_neighbours(bad: int, backend: str) -> None:
     for part in cached_of(attention):
         others = sorted(set(range(part.shape[1])) - set(row.pages))
         assert part[:, others].isfinite().all()
-
-
-def test_masks_that_are_not_finite_do_not_last_in_kept_copies() -> None:
-    step = AttentionStep([(120, 1, (2,))], torch.device("cpu"))
-    step.key[1:], step.value[1:] = torch.nan, torch.nan
-    attention, request = attend("gathered", step)[1], step.batch.rows[0].owner
-    assert request is not None
-    request.num_cached += 1
-    metadata = attention.prepare(build_batch([make_row(request, 1)], MASK))
-    first = (each[:1] for each in (step.query, step.key, step.value))
-    assert attention.attend(0, *first, step.scaling, metadata).isfinite().all()
