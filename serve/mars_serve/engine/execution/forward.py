@@ -136,15 +136,15 @@ class ModelRunner:
                 message names its family.
         """
         model.set_attn_implementation(ATTENTION_NAME)
+        native = None if batch_invariant else native_for(model.device, model.dtype)
         if isinstance(attention, InPlace) or not batch_invariant:
             sizes = {"num_slots": num_slots, "rank": max_rank}
             is_fixed = isinstance(attention, InPlace)
             adapt_layers(model, mask_token_id, is_fixed=is_fixed, **sizes)
             if not is_fixed and states is None:
-                native = None if batch_invariant else native_for(model.device, model.dtype)
                 num_merged = merge_layers(model, native)
                 _log.info("layers with merged products: %d", num_merged)
-        pack_linears(model, timed=not batch_invariant)
+        pack_linears(model, native, timed=not batch_invariant)
         if batch_invariant:
             tile_linears(model, _TILE)
         self.model, self.adapters = model, step_adapters(model)

@@ -1,23 +1,27 @@
 """Linear layers in the weight layout that this machine multiplies fastest.
 
 On a CPU, decoding multiplies a few rows with large matrices, which the default matrix library does
-slowly on some machines. oneDNN can keep a weight in a packed layout of its own. For each shape of
-layers, apart with and without a bias, both layouts are timed at load and the faster is kept. On
-other devices nothing is changed.
+slowly on some machines. oneDNN can keep a weight in a packed layout of its own, and so can the
+functions of C++. For each shape of layers, apart with and without a bias, all layouts are timed at
+load and the fastest is kept. On other devices nothing is changed.
 """
 
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from mars_platform.mixing.latent import HeadLinear
+from mars_serve.engine.kernels.native import Native
+
+_Make = Callable[[nn.Linear], nn.Module]
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +50,21 @@ class PackedLinear(nn.Module):
         return output
 
 
+class NativeLinear(nn.Module):
+    """A linear layer without gradients whose weight is packed for a function of C++."""
+
+    def __init__(self, linear: nn.Linear, native: Native) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = None if linear.bias is None else linear.bias.detach().float()
+        self._native, self._packed = native, native.pack(linear.weight.detach())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map [..., in_features] to [..., out_features]."""
+        rows = inputs.to(self._packed.dtype).contiguous()
+        return self._native.multiply(rows, self._packed, self.bias, self.out_features)
+
+
 class TiledLinear(nn.Module):
     """A linear layer that always multiplies ``tile`` rows at a time.
 
@@ -66,20 +85,29 @@ class TiledLinear(nn.Module):
         return outputs[: len(rows)].view(*inputs.shape[:-1], self.out_features)
 
 
-def pack_linears(model: nn.Module, *, timed: bool = True) -> None:
-    """Replace, in place, each linear layer on the CPU by its packed form if that is faster.
+def pack_linears(
+    model: PreTrainedModel, native: Native | None = None, *, timed: bool = True
+) -> None:
+    """Replace, in place, each linear layer on the CPU by its fastest form.
 
-    Unless ``timed``, each layer that can be packed is, so that each load gives the same numbers.
+    Unless ``timed``, each layer that oneDNN can pack is packed, so that each load gives the same
+    numbers. ``native`` are functions for the model's numbers, if there are some.
     """
-    packs: dict[tuple[int, int, bool], bool] = {}
+    chosen: dict[tuple[Any, ...], _Make] = {}
     for parent, name, linear in _linears(model, (nn.Linear,)):
-        kind = (linear.out_features, linear.in_features, linear.bias is None)
-        if kind not in packs:
-            packs[kind] = _can_pack(linear) and (not timed or _is_faster_packed(linear))
-        if packs[kind]:
-            setattr(parent, name, PackedLinear(linear))
-    packed = [f"{rows}x{columns}" for (rows, columns, _), chosen in packs.items() if chosen]
-    _log.info("packed linear layers: %s", ", ".join(packed) or "none")
+        weight = linear.weight
+        kind = weight.shape, linear.bias is None, weight.dtype
+        if kind not in chosen:
+            forms: list[_Make] = [PackedLinear] if _can_pack(linear) else []
+            if timed:
+                is_taken = weight.dtype is model.dtype and weight.shape[1] % 2 == 0
+                if native is not None and is_taken and weight.is_contiguous():
+                    forms.append(partial(NativeLinear, native=native))
+                forms = [_fastest(linear, forms)]
+            chosen[kind] = forms[0] if forms else _as_it_is
+            form = type(chosen[kind](linear)).__name__
+            _log.info("linear layers of %d x %d: %s", *weight.shape, form)
+        setattr(parent, name, chosen[kind](linear))
 
 
 def tile_linears(model: nn.Module, tile: int) -> None:
@@ -119,14 +147,21 @@ def _can_pack(linear: nn.Linear) -> bool:
 
 
 @torch.inference_mode()
-def _is_faster_packed(linear: nn.Linear) -> bool:
-    packed = PackedLinear(linear)
+def _fastest(linear: nn.Linear, forms: Sequence[_Make]) -> _Make:
+    """Return which of the forms of a layer is the fastest, or `_as_it_is`."""
+    made: list[nn.Module] = [linear, *(make(linear) for make in forms)]
     ratios = []
     for rows in _TIMED_ROWS:
         inputs = linear.weight.new_ones(rows, linear.in_features)
-        plain_s, packed_s = _alternate(partial(linear, inputs), partial(packed, inputs))
-        ratios.append(packed_s / plain_s)
-    return statistics.median(ratios) < 1.0  # other processes may disturb one of them
+        plain_s, *others_s = _alternate(*(partial(form, inputs) for form in made))
+        ratios.append([1.0, *(seconds / plain_s for seconds in others_s)])
+    # Other processes may disturb one of the numbers of rows.
+    medians = [statistics.median(each) for each in zip(*ratios, strict=True)]
+    return [_as_it_is, *forms][medians.index(min(medians))]
+
+
+def _as_it_is(linear: nn.Linear) -> nn.Module:
+    return linear
 
 
 def _alternate(*actions: Callable[[], object]) -> list[float]:

@@ -1,4 +1,4 @@
-// What a decoder computes between its matrix products, for numbers of one type on a CPU.
+// A decoder's products with few rows, and what it computes between them, for numbers of one type.
 //
 // Compiled by `native.py` with NUMBER_BFLOAT16 or NUMBER_FLOAT32 defined. All sums are in float32,
 // and a result depends on its own row alone: not on the number of threads or of other rows.
@@ -143,10 +143,13 @@ inline Floats exponential(Floats x) { return power_of_two((x > 89 ? all(89) : x)
 typedef Words Pairs;
 typedef uint32_t Factors;
 
+constexpr bool kInterleaved = true;  // whether the two numbers of a lane are packed side by side
+
 inline Pairs load_pairs(const Number* first) { return widen(first); }
 inline Pairs load_pairs(const Number* first, const Number* second) {
   return widen(first) | widen(second) << 16;
 }
+inline Pairs load_packed(const Number* from) { return *reinterpret_cast<const Pairs*>(from); }
 // Sets count / 2 + 1 factors, the last of them to 0 or to one number and 0.
 inline void set_factors(Factors* to, const Number* from, int64_t count) {
   to[count / 2] = 0;
@@ -169,6 +172,9 @@ struct Factors {
   float first, second;
 };
 
+constexpr bool kInterleaved = false;
+
+inline Pairs load_packed(const Number* from) { return {load(from), load(from + kLanes)}; }
 inline Pairs load_pairs(const Number* first) { return {load(first), Floats{}}; }
 inline Pairs load_pairs(const Number* first, const Number* second) {
   return {load(first), load(second)};
@@ -539,6 +545,65 @@ inline void gate_row(const Number* gate, const Number* up, Number* output, int64
   }
 }
 
+constexpr int kVectors = 4;  // vectors of a block of outputs, whose weights lie side by side
+constexpr int kBlock = kVectors * kLanes;
+constexpr int kMostRows = kLanes == 16 ? 6 : 2;  // rows multiplied at once, by what registers hold
+constexpr int kLine = 64;  // bytes of a line of the cache
+
+struct Product {
+  const Factors* inputs;  // [rows, pairs]
+  const Number* weights;  // [outputs / kBlock, pairs, kVectors, 2 * kLanes]
+  const float* bias;      // [outputs], or null
+  Number* outputs;        // [rows, outputs]
+  int64_t rows, pairs, num_outputs;
+};
+
+// Multiplies NUM rows with the weights of a block, and meanwhile fetches those of the next one into
+// the cache from `next` on, `bytes` for each pair.
+template <int NUM>
+void multiply_rows(const Product& p, int64_t block, int64_t row, const char* next, int64_t bytes) {
+  const int64_t begin = block * kBlock, left = p.num_outputs - begin;
+  float biases[kBlock] = {};
+  if (p.bias) std::memcpy(biases, p.bias + begin, (left < kBlock ? left : kBlock) * sizeof(float));
+  Floats sums[NUM][kVectors];
+  for (int r = 0; r < NUM; ++r)
+    for (int v = 0; v < kVectors; ++v) sums[r][v] = load(biases + v * kLanes);
+  const Number* weights = p.weights + begin * p.pairs * 2;
+  const Factors* inputs = p.inputs + row * p.pairs;
+  for (int64_t pair = 0; pair < p.pairs; ++pair, weights += 2 * kBlock, next += bytes) {
+    Pairs pairs[kVectors];
+    for (int v = 0; v < kVectors; ++v) pairs[v] = load_packed(weights + v * 2 * kLanes);
+    for (int64_t line = 0; line < bytes; line += kLine) __builtin_prefetch(next + line, 0, 2);
+    for (int r = 0; r < NUM; ++r)
+      for (int v = 0; v < kVectors; ++v)
+        add_products(sums[r][v], inputs[r * p.pairs + pair], pairs[v]);
+  }
+  for (int r = 0; r < NUM; ++r) {
+    Number outputs[kBlock], *to = p.outputs + (row + r) * p.num_outputs + begin;
+    for (int v = 0; v < kVectors; ++v)
+      store(left < kBlock ? outputs + v * kLanes : to + v * kLanes, sums[r][v]);
+    if (left < kBlock) std::memcpy(to, outputs, left * sizeof(Number));
+  }
+}
+
+typedef void (*MultiplyRows)(const Product&, int64_t, int64_t, const char*, int64_t);
+constexpr MultiplyRows kMultiplyRows[] = {multiply_rows<1>, multiply_rows<2>, multiply_rows<3>,
+                                          multiply_rows<4>, multiply_rows<5>, multiply_rows<6>};
+
+// Multiplies all rows, in groups, with the weights of a block, which are read from memory once.
+void multiply_block(const Product& p, int64_t block) {
+  const int64_t groups = (p.rows + kMostRows - 1) / kMostRows, per_pair = 2 * kBlock * sizeof(Number);
+  const int64_t share = (per_pair / groups + kLine - 1) / kLine * kLine;
+  const char* next = reinterpret_cast<const char*>(p.weights) + (block + 1) * p.pairs * per_pair;
+  for (int64_t group = 0, row = 0; group < groups; ++group, next += share * p.pairs) {
+    const int64_t count = (p.rows - row + groups - group - 1) / (groups - group);
+    // The processor itself fetches what one group reads in turn; more of them leave it time.
+    const bool fetches = groups > 1 && group * share < per_pair;
+    kMultiplyRows[count - 1](p, block, row, next, fetches ? share : 0);
+    row += count;
+  }
+}
+
 constexpr int kFewRows = 4;  // rows for which starting threads takes longer than it saves
 
 }  // namespace
@@ -567,6 +632,38 @@ void marsray_attend(const AttentionArguments* arguments) {
       attend_tile(a, {positions[0], positions[1]}, head, query_heads, tile);
     }
   }
+}
+
+// Packs the weights of a linear layer, [outputs, inputs], as `Product` has them, in which outputs are
+// padded with zeros to a multiple of kBlock.
+void marsray_pack(const Number* weights, Number* packed, int64_t num_outputs, int64_t num_inputs,
+                  int num_threads) {
+  const int64_t size = (num_outputs + kBlock - 1) / kBlock * kBlock * num_inputs;
+#pragma omp parallel for num_threads(num_threads) schedule(static)
+  for (int64_t i = 0; i < size; ++i) {
+    const int64_t block = i / (num_inputs * kBlock), vector = i / (2 * kLanes) % kVectors;
+    const int64_t lane = kInterleaved ? i / 2 % kLanes : i % kLanes;
+    const int64_t input = i / (2 * kBlock) % (num_inputs / 2) * 2 +
+                          (kInterleaved ? i % 2 : i / kLanes % 2);
+    const int64_t output = block * kBlock + vector * kLanes + lane;
+    packed[i] = output < num_outputs ? weights[output * num_inputs + input] : 0;
+  }
+}
+
+// Multiplies rows, [rows, inputs], of which there are an even number, with packed weights, and adds
+// the bias, [outputs], unless it is null: [rows, outputs].
+void marsray_multiply(const Number* inputs, const Number* packed, const float* bias,
+                      Number* outputs, int64_t rows, int64_t num_inputs, int64_t num_outputs,
+                      int num_threads) {
+  const int64_t pairs = num_inputs / 2;
+  const bool are_factors = sizeof(Factors) == 2 * sizeof(Number);
+  std::vector<Factors> factors(are_factors ? 0 : rows * pairs + 1);
+  if (!are_factors) set_factors(factors.data(), inputs, rows * num_inputs);
+  const Factors* own = are_factors ? reinterpret_cast<const Factors*>(inputs) : factors.data();
+  const Product product = {own, packed, bias, outputs, rows, pairs, num_outputs};
+  const int64_t blocks = rows ? (num_outputs + kBlock - 1) / kBlock : 0;
+#pragma omp parallel for num_threads(num_threads) schedule(static)
+  for (int64_t block = 0; block < blocks; ++block) multiply_block(product, block);
 }
 
 // Norms rows by their root mean square, [rows, size]; with `added`, their sums with its rows, which

@@ -1,4 +1,4 @@
-"""What a decoder computes between its matrix products, as functions of C++ on a CPU.
+"""A decoder's products with few rows, and what it computes between them, in C++ on a CPU.
 
 A step of torch's operators spends more time between them than in them at small batches, and torch
 has none that reads keys and values from pages. So `native.cpp` is compiled for this machine's
@@ -30,6 +30,8 @@ _log = logging.getLogger(__name__)
 
 LANES = 16
 """Numbers that the functions compute with at once; pages are padded to a multiple of it."""
+_MOST_BLOCK = 64
+"""Most outputs of a linear layer that lie side by side when they are packed."""
 _NAMES = {torch.bfloat16: "NUMBER_BFLOAT16", torch.float32: "NUMBER_FLOAT32"}
 _SOURCE = Path(__file__).with_name("native.cpp")
 # Sums keep their order and NaN stays NaN, whatever the compiler. The functions' threads are those
@@ -70,13 +72,46 @@ class Native:
         self._norm.argtypes = [*[_POINTER] * 5, _COUNT, _COUNT, _FLOAT, _INT]
         self._rotate.argtypes = [*[_POINTER] * 5, *[_COUNT] * 5, _FLOAT, _FLOAT, _INT]
         self._gate.argtypes = [_POINTER, _POINTER, _COUNT, _COUNT, _INT]
-        for function in (self._attend, self._norm, self._rotate, self._gate):
+        self._pack, self._multiply = library.marsray_pack, library.marsray_multiply
+        self._pack.argtypes = [_POINTER, _POINTER, _COUNT, _COUNT, _INT]
+        self._multiply.argtypes = [*[_POINTER] * 4, *[_COUNT] * 3, _INT]
+        own = self._attend, self._norm, self._rotate, self._gate, self._pack, self._multiply
+        for function in own:
             function.restype = None
 
     def attend(self, arguments: AttentionArguments) -> None:
         """Attend in one layer, whose tensors the caller holds."""
         arguments.num_threads = torch.get_num_threads()
         self._attend(ctypes.byref(arguments))
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """Pack a linear layer's weight, [out_features, in_features], for `multiply`."""
+        out_features, in_features = weight.shape
+        packed = weight.new_empty(-(-out_features // _MOST_BLOCK) * _MOST_BLOCK, in_features)
+        pointers = weight.data_ptr(), packed.data_ptr()
+        self._pack(*pointers, out_features, in_features, torch.get_num_threads())
+        return packed
+
+    def multiply(
+        self, inputs: Tensor, packed: Tensor, bias: Tensor | None, out_features: int
+    ) -> Tensor:
+        """Map [..., in_features], an even number, to [..., out_features], as a linear layer does.
+
+        ``packed`` is what `pack` returned, and ``bias`` float32 [out_features].
+        """
+        *shape, in_features = inputs.shape
+        outputs = inputs.new_empty(*shape, out_features)
+        self._multiply(
+            inputs.data_ptr(),
+            packed.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            outputs.data_ptr(),
+            inputs.numel() // in_features,
+            in_features,
+            out_features,
+            torch.get_num_threads(),
+        )
+        return outputs
 
     def norm(self, inputs: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """Divide rows, [..., size], by their root mean square, times a float32 weight [size]."""

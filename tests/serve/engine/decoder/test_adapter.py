@@ -65,7 +65,7 @@ def base() -> PreTrainedModel:
 def _same_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pack every layer, whatever is faster: two engines have to compute alike, bit for bit."""
 
-    def pack(model: PreTrainedModel, *, timed: bool) -> None:
+    def pack(model: PreTrainedModel, *_: object, timed: bool) -> None:
         pack_linears(model, timed=False)
 
     monkeypatch.setattr("mars_serve.engine.execution.forward.pack_linears", pack)

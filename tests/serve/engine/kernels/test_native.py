@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from decoding.attention_steps import AttentionStep
 from decoding.engine_requests import make_request
@@ -22,6 +22,7 @@ from mars_platform.checkpoint.directory import SpecialTokens
 from mars_serve.engine.attention.gathered import GatheredAttention
 from mars_serve.engine.attention.native import NativeAttention
 from mars_serve.engine.decoder.merged import MergedLayer
+from mars_serve.engine.execution.linear import NativeLinear
 from mars_serve.engine.kernels import native as native_module
 from mars_serve.engine.kernels.native import Native, native_for, why_not_native
 
@@ -77,6 +78,29 @@ def test_rows_are_added_normed_and_gated(
     assert torch.equal(sums, inputs + added)
     check(outputs, normed(sums, weight))
     check(native.gate(4 * inputs), gated(4 * inputs))
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 6, 7, 13, 38])
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(2, 1), (66, 63), (64, 64), (160, 130)])
+def test_rows_are_multiplied_each_by_itself(
+    native: Native, dtype: torch.dtype, num_inputs: int, num_outputs: int, num_rows: int
+) -> None:
+    inputs = torch.randn(1, num_rows, num_inputs, dtype=dtype)
+    layer = nn.Linear(num_inputs, num_outputs, dtype=dtype)
+    if num_rows > 1:
+        inputs[0, 1, 1] = torch.nan
+    own = NativeLinear(layer, native)
+    outputs = own(inputs)
+    exact = layer.double()(inputs.double())
+    tolerance = 3e-6 if dtype == torch.float32 else 2**-7
+    assert outputs.dtype == dtype
+    torch.testing.assert_close(
+        outputs.double(), exact, rtol=tolerance, atol=tolerance, equal_nan=True
+    )
+    for row in range(num_rows):
+        torch.testing.assert_close(
+            own(inputs[:, row]), outputs[:, row], rtol=0, atol=0, equal_nan=True
+        )
 
 
 @pytest.mark.parametrize("has_norms", [False, True])
