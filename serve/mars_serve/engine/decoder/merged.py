@@ -26,6 +26,7 @@ _PARTS = {
     "self_attn": {"q_proj", "k_proj", "v_proj", "o_proj"},
     "mlp": {"gate_proj", "up_proj", "down_proj", "act_fn"},
 }
+_DECODER_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _NUM_TRIED = 5
 _CLOSE = {torch.float32: 1e-3, torch.float64: 1e-9}
@@ -90,6 +91,24 @@ class MergedLayer(nn.Module):
         return mixing_now().attend(call).flatten(2)
 
 
+class MergedDecoder(nn.Module):
+    """A decoder of merged layers, without the masks and caches that transformers makes."""
+
+    def __init__(self, decoder: Any) -> None:
+        """Share a decoder's parts."""
+        super().__init__()
+        self.embedding, self.rotary = decoder.embed_tokens, decoder.rotary_emb
+        self.layers, self.norm = decoder.layers, decoder.norm
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, **_: Any) -> tuple[Tensor]:
+        """Map tokens [1, positions] at positions [1, positions] to their hidden states."""
+        hidden_states = self.embedding(input_ids)
+        rotation = self.rotary(hidden_states, position_ids)
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, position_embeddings=rotation)
+        return (self.norm(hidden_states),)
+
+
 def _rotate(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate the two halves of heads, [1, positions, heads, head_dim]."""
     cos, sin = (part.unsqueeze(2) for part in rotation)
@@ -128,6 +147,27 @@ def merge_layers(model: PreTrainedModel, native: Native | None = None) -> int:
             layers[index] = merged
             count += 1
     return count
+
+
+@torch.inference_mode()
+def decoder_for_steps(model: PreTrainedModel) -> nn.Module:
+    """Return what makes hidden states in a model's steps: its decoder, or a merged form of it.
+
+    It is merged if all layers are, and if that computes the same bit for bit.
+    """
+    decoder: nn.Module = decoder_of(model)
+    parts = {name for name, _ in decoder.named_children()}
+    kinds = MergedLayer | NativeLayer
+    if parts != _DECODER_PARTS or not all(isinstance(each, kinds) for each in layers_of(model)):
+        return decoder
+    rotations, rotary = list[Any](), decoder.get_submodule("rotary_emb")
+    hook = rotary.register_forward_hook(lambda *call: rotations.append(call[2]), with_kwargs=True)
+    own = _run(decoder, model, _Recorder())
+    hook.remove()
+    if len(rotations) != 1 or rotations[0].keys() - {"position_ids"}:
+        return decoder
+    merged = MergedDecoder(decoder)
+    return merged if torch.equal(_run(merged, model, _Recorder()), own) else decoder
 
 
 def _has_usual_parts(layer: nn.Module) -> bool:
@@ -206,6 +246,14 @@ def _try(layers: Sequence[nn.Module], model: PreTrainedModel) -> list[_Trial]:
         trials.append(_Trial(inputs, named, output, recorder.call))
 
     hooks = [layer.register_forward_hook(keep, with_kwargs=True) for layer in layers]
+    _run(decoder_of(model), model, recorder)
+    for hook in hooks:
+        hook.remove()
+    return trials
+
+
+def _run(decoder: Any, model: PreTrainedModel, recorder: _Recorder) -> Tensor:
+    """Run a model's decoder, in one form or another, on some tokens."""
     weight: Any = model.get_input_embeddings().weight
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(len(weight), (1, _NUM_TRIED), generator=generator).to(weight.device)
@@ -213,10 +261,9 @@ def _try(layers: Sequence[nn.Module], model: PreTrainedModel) -> list[_Trial]:
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _NUM_TRIED
     positions = torch.arange(_NUM_TRIED, device=weight.device) + max(0, most - _NUM_TRIED)
     with bound(recorder):
-        decoder_of(model)(input_ids=ids, position_ids=positions[None], use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    return trials
+        output = decoder(input_ids=ids, position_ids=positions[None], use_cache=False)
+    hidden: Tensor = output[0]
+    return hidden
 
 
 def _are_close(own: Tensor, other: Tensor) -> bool:

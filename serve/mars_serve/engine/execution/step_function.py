@@ -6,10 +6,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mars_platform.mixing.bind import AttentionCall, bound
-from mars_platform.mixing.head import Head, decoder_of
+from mars_platform.mixing.head import Head
 from mars_platform.mixing.recurrent import Recurrence
 from mars_serve.engine.attention.interface import Attention
 from mars_serve.engine.decoder.adapter import step_adapters
+from mars_serve.engine.decoder.merged import decoder_for_steps
 
 
 class StepFunction:
@@ -17,7 +18,7 @@ class StepFunction:
 
     def __init__(self, model: PreTrainedModel, attention: Attention) -> None:
         """Take a model whose layers do not change any more."""
-        self._decoder = decoder_of(model)  # the model's forward would wrap its output twice
+        self._decoder: Any = decoder_for_steps(model)
         self._head, self._attention = Head(model), attention
         self._adapters = step_adapters(model)
 

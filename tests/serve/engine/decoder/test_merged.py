@@ -14,7 +14,12 @@ from decoding.families import build_family
 from mars_platform.mixing.bind import ATTENTION_NAME, AttentionCall, bound
 from mars_platform.mixing.head import decoder_of, layers_of
 from mars_serve.engine.decoder.adapter import adapt_layers, step_adapters
-from mars_serve.engine.decoder.merged import MergedLayer, merge_layers
+from mars_serve.engine.decoder.merged import (
+    MergedDecoder,
+    MergedLayer,
+    decoder_for_steps,
+    merge_layers,
+)
 from mars_serve.engine.decoder.native import NativeLayer
 from mars_serve.engine.kernels.native import Native, native_for
 
@@ -103,6 +108,30 @@ def test_usual_layers_are_merged_and_give_the_same(
 
     model = built(family, dtype, **changes)
     check_merging(model, native_of(model), kind)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "is_merged"),
+    [
+        ("llama", {}, True),
+        ("qwen3", {}, True),
+        ("granite", {"embedding_multiplier": 3.0}, False),
+        ("gemma2", {}, False),
+    ],
+)
+def test_a_decoder_is_merged_where_that_computes_the_same_bit_for_bit(
+    family: str, changes: dict[str, Any], is_merged: bool
+) -> None:
+    model = built(family, torch.bfloat16, **changes)
+    merge_layers(model, native_of(model))
+
+    decoder = decoder_for_steps(model)
+
+    assert isinstance(decoder, MergedDecoder) == is_merged
+    step = {"input_ids": torch.arange(4, 28)[None], "position_ids": torch.arange(3, 27)[None]}
+    with bound(Causal()), torch.inference_mode():
+        own = decoder_of(model)(**step, use_cache=False)[0]
+        assert torch.equal(decoder(**step, use_cache=False)[0], own)
 
 
 def test_functions_of_cpp_rotate_by_numbers_of_the_models_own_type_only() -> None:
