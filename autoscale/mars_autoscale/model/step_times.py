@@ -4,7 +4,7 @@ Imports no Ray, torch or HTTP library.
 """
 
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, overload
@@ -105,15 +105,6 @@ class StepTimes:
         line: Any = self._line(cached_tokens)
         seconds: _Floats = np.interp(positions, self._positions_grid, line)
         return seconds + self.mask_s * has_masks
-
-    def bounded(self, positions: float, cached_tokens: float, seconds: float) -> "StepTimes":
-        """Return times by which a step of ``positions`` takes ``seconds`` at most, a smaller one no
-        longer, and a wider one no longer for each position.
-        """
-        most = seconds * np.maximum(1.0, self._positions_grid[:-1] / positions)
-        share = np.minimum(1.0, most / self._line(cached_tokens)[:-1])
-        table = np.array(self.seconds) * share[:, None]
-        return replace(self, seconds=tuple(map(tuple, table.tolist())))
 
     def at_cached(self, cached_tokens: float) -> StepTime:
         """Return the times of steps that read so many cached tokens and feed no mask."""

@@ -41,16 +41,6 @@ def test_steps_with_masks_take_longer_by_their_time() -> None:
     assert found.tolist() == pytest.approx([3.25, 4.0, 4.25])
 
 
-def test_an_observed_step_bounds_those_of_other_sizes_too() -> None:
-    bounded = GRID.bounded(5, 50, 1.5)
-    assert bounded.at(5, 50) == pytest.approx(1.5)
-    assert bounded.at(5, 0) == pytest.approx(1.0)  # a third of what was measured with 50, too
-    assert bounded.at(1, 50) == GRID.at(1, 50) == 1.5
-    assert bounded.at(9, 50) == pytest.approx(1.5 * 9 / 5)
-    assert bounded.bounded(5, 50, 1.5) == bounded
-    assert GRID.bounded(9, 100, 20.0) == GRID
-
-
 def test_a_single_time_holds_everywhere_and_falling_times_are_not_extrapolated() -> None:
     assert StepTimes((4,), (0,), ((0.5,),)).at(1000, 1000) == pytest.approx(0.5)
     falling = StepTimes((1, 2), (0,), ((2.0,), (1.0,)))

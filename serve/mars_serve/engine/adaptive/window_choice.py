@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -93,6 +94,7 @@ class WindowChooser:
         self._interval = self._num_kept = self._other_positions = self._num_rows = 0
         self._feeds_masks = False  # by the last choice
         self._tries_none = False  # in the next step
+        self._seen_s = dict[int, float]()  # of steps that were expected to take far longer
         self._choice_s = 0.0  # seconds of choosing a sampled token, in the last steps
         self._sampling_s = 0.0  # the same for a position of any row
 
@@ -106,19 +108,22 @@ class WindowChooser:
         self._acceptance.observe(request, num_masks, num_accepted)
 
     def note_step(self, rows: Sequence[ScheduledRow], seconds: float) -> None:
-        """Correct the times of steps if one took ``seconds`` and was expected to take far longer.
+        """Drop the measured times if a step took ``seconds`` and was expected to take far longer.
 
-        If it had masks, the next one has none, whose time may be as wrong.
+        From then on, times are those of steps that proved the times before them wrong. If such a
+        step has masks, the next one has none, so that masks are weighed by two steps at least.
         """
         positions = sum(row.num_positions for row in rows)
         cached_tokens = sum(row.request.num_cached for row in rows)
         has_masks = any(row.num_masks for row in rows)
         expected_s = self._times.at(positions, cached_tokens, has_masks)
-        if expected_s < _FAR_OFF * seconds or positions > self._times.positions[-1]:
+        if expected_s < _FAR_OFF * seconds:
             return
         if all(row.reads_logits and row.num_tokens <= self._max_window + 1 for row in rows):
-            seconds = max(seconds - self._times.mask_s * has_masks, seconds / 2, 1e-6)
-            self._times = self._times.bounded(positions, cached_tokens, seconds)
+            self._seen_s[positions] = max(seconds, 1e-6)
+            sizes = sorted(self._seen_s)
+            longest = accumulate((self._seen_s[size] for size in sizes), max)
+            self._times = StepTimes(tuple(sizes), (0,), tuple((each,) for each in longest))
             self._tries_none = has_masks
             self.expire()
 

@@ -294,9 +294,7 @@ def test_the_first_sampled_token_tells_at_once_what_positions_cost() -> None:
 
 def test_steps_that_are_far_quicker_than_measured_correct_the_times() -> None:
     """Measured beside other programs, small steps seemed to take as long as wide ones."""
-    grid = 1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256
-    wrong = step_times({count: 0.380 + count * 0.0008 for count in grid})
-    chooser, rows = chooser_of(wrong), make_rows(32)
+    chooser, rows = chooser_of(step_times({1: 0.380, 64: 0.385, 256: 0.580})), make_rows(32)
 
     def step() -> list[int]:
         windows = windows_of(chooser, rows)
@@ -309,7 +307,8 @@ def test_steps_that_are_far_quicker_than_measured_correct_the_times() -> None:
     assert min(step()) == MAX_WINDOW
     assert not any(step())
     assert [any(step()) for _ in range(20)] == [False] * 20
-    assert windows_of(chooser, rows[:1]) == [MAX_WINDOW]  # one step's time for each position
+    del rows[1:]
+    assert [step() for _ in range(3)] == [[MAX_WINDOW], [0], [MAX_WINDOW]]
 
 
 def test_times_that_prompts_or_drift_seem_to_contradict_stay() -> None:
@@ -319,7 +318,7 @@ def test_times_that_prompts_or_drift_seem_to_contradict_stay() -> None:
     prompt = make_request("long", 40)
     chooser.note_step([make_row(prompt, 40)], 0.010)
     chooser.note_step([make_row(prompt, 4, reads_logits=False)], 0.001)
-    chooser.note_step([make_row(rows[0], 100)], 0.001)  # longer than any that was measured
+    chooser.note_step([make_row(rows[0], 6)], 0.001)  # more tokens than masks give
     assert not any(windows_of(chooser, rows))
     assert windows_of(chooser, rows[:1]) == [MAX_WINDOW]
 
