@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -93,8 +92,8 @@ class WindowChooser:
         """Chances of rows that were not there at the last choice."""
         self._interval = self._num_kept = self._other_positions = self._num_rows = 0
         self._feeds_masks = False  # by the last choice
-        self._tries_none = False  # in the next step
-        self._seen_s = dict[int, float]()  # of steps that were expected to take far longer
+        self._tries_none = False  # until a step without masks is noted
+        self._seen_s = dict[int, float]()  # by positions, once the measured times are dropped
         self._choice_s = 0.0  # seconds of choosing a sampled token, in the last steps
         self._sampling_s = 0.0  # the same for a position of any row
 
@@ -108,22 +107,30 @@ class WindowChooser:
         self._acceptance.observe(request, num_masks, num_accepted)
 
     def note_step(self, rows: Sequence[ScheduledRow], seconds: float) -> None:
-        """Drop the measured times if a step took ``seconds`` and was expected to take far longer.
+        """Drop the measured times if a step with masks took ``seconds`` and should have taken far
+        longer.
 
-        From then on, times are those of steps that proved the times before them wrong. If such a
-        step has masks, the next one has none, so that masks are weighed by two steps at least.
+        From then on, times are those of steps that proved the times before them wrong, beginning
+        with that step and one without masks.
         """
+        seconds = max(seconds, 1e-6)
         positions = sum(row.num_positions for row in rows)
         cached_tokens = sum(row.request.num_cached for row in rows)
         has_masks = any(row.num_masks for row in rows)
-        expected_s = self._times.at(positions, cached_tokens, has_masks)
-        if expected_s < _FAR_OFF * seconds:
+        factor = self._times.at(positions, cached_tokens, has_masks) / seconds
+        is_wrong = factor >= _FAR_OFF or (self._seen_s and factor <= 1 / _FAR_OFF)
+        is_wanted = self._tries_none and not has_masks
+        if not (is_wanted or (is_wrong and (has_masks or self._seen_s))):
             return
         if all(row.reads_logits and row.num_tokens <= self._max_window + 1 for row in rows):
-            self._seen_s[positions] = max(seconds, 1e-6)
+            for size, before_s in self._seen_s.items():
+                # Wider steps take no less time.
+                ends = (0.0, seconds) if size < positions else (seconds, np.inf)
+                self._seen_s[size] = float(np.clip(before_s, *ends))
+            self._seen_s[positions] = seconds
             sizes = sorted(self._seen_s)
-            longest = accumulate((self._seen_s[size] for size in sizes), max)
-            self._times = StepTimes(tuple(sizes), (0,), tuple((each,) for each in longest))
+            table = tuple((self._seen_s[size],) for size in sizes)
+            self._times = StepTimes(tuple(sizes), (0,), table)
             self._tries_none = has_masks
             self.expire()
 
@@ -172,7 +179,6 @@ class WindowChooser:
             step_s = self._renew(rows, other_positions, cached_tokens)
             self._keep_for(step_s, self._clock() - begin_s)
         if self._tries_none:
-            self._tries_none, self._interval = False, 0
             return [(0,) if each.plan.leaves_masks else self._masks(each) for each in rows]
         return [self._masks(request) for request in rows]
 

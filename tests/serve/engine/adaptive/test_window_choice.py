@@ -308,7 +308,21 @@ def test_steps_that_are_far_quicker_than_measured_correct_the_times() -> None:
     assert not any(step())
     assert [any(step()) for _ in range(20)] == [False] * 20
     del rows[1:]
-    assert [step() for _ in range(3)] == [[MAX_WINDOW], [0], [MAX_WINDOW]]
+    assert [step() for _ in range(3)] == [[MAX_WINDOW], [0], [2]]  # as many as are right
+
+
+def test_times_without_masks_alone_say_nothing_of_masks() -> None:
+    chooser, rows = chooser_of(step_times({1: 0.380, 64: 0.385, 256: 0.580})), make_rows(1)
+    chooser.note_step([make_row(rows[0], 1)], 0.010)
+    assert windows_of(chooser, rows) == [MAX_WINDOW]
+    chooser.note_step([make_row(rows[0], 1, (MAX_WINDOW,))], 0.150)
+    assert windows_of(chooser, rows) == [0]
+    chooser.note_step([make_row(rows[0], 1, (2,))], 0.100)  # its masks were pinned
+    assert windows_of(chooser, rows) == [0]
+    chooser.note_step([make_row(rows[0], 1)], 0.110)  # as expected, and wanted
+    assert windows_of(chooser, rows) == [MAX_WINDOW]
+    chooser.note_step([make_row(rows[0], 1)], 0.010)
+    assert windows_of(chooser, rows) == [0]
 
 
 def test_times_that_prompts_or_drift_seem_to_contradict_stay() -> None:
