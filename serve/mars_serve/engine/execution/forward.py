@@ -147,7 +147,7 @@ class ModelRunner:
         pack_linears(model, native, timed=not batch_invariant)
         if batch_invariant:
             tile_linears(model, _TILE)
-        self.model, self.adapters = model, step_adapters(model)
+        self.model, self.adapters, self._native = model, step_adapters(model), native
         self._banned = torch.tensor(
             sorted(special.never_emitted), dtype=torch.long, device=model.device
         )
@@ -213,7 +213,8 @@ class ModelRunner:
         proposals = output.proposals
         if sampled or proposals is None:
             choose = partial(choose_tokens, rows=sampled) if sampled else None
-            proposals = propose(logits, output.reads, self._banned, choose)
+            native = self._native if logits.dtype is self.model.dtype else None
+            proposals = propose(logits, output.reads, self._banned, choose, native)
         reports = Reports.of(log_probs, proposals, reading)
         copy = HostCopy(proposals)
         return Launched(rows, copy, self._drawn(reading), reports, scores, grammars)

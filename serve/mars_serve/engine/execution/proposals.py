@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mars_platform.method.mode import Confidence
 from mars_platform.method.rules import confidence_of, log_probabilities
+from mars_serve.engine.kernels.native import Native
 from mars_serve.engine.scheduled_row import ScheduledRow
 
 # Logits handled at once on a CPU. Temporaries of the whole vocabulary beyond its cache take several
@@ -63,15 +64,23 @@ def first_reads(rows: Iterable[ScheduledRow]) -> list[int]:
 
 
 def propose(
-    logits: Tensor, reads: Reads, banned: Tensor, choose_tokens: ChooseTokens | None = None
+    logits: Tensor,
+    reads: Reads,
+    banned: Tensor,
+    choose_tokens: ChooseTokens | None = None,
+    native: Native | None = None,
 ) -> Tensor:
     """Choose the token at each read, and return it with the bits of its float32 confidence.
 
     It is the likeliest one that may be emitted, unless ``choose_tokens`` replaces it; its
-    confidence is taken from the raw ``logits``, float [reads, vocabulary], which are overwritten:
-    ``banned`` tokens, int64 [banned], become -inf. A confidence that does not matter may be 1, or
-    NaN if the likeliest token's logit is not finite. The result is int32 [reads, 2].
+    confidence is taken from the raw ``logits``, float [reads, vocabulary], which may be overwritten
+    where tokens are ``banned``, int64 [banned]. A confidence that does not matter may be 1, or NaN
+    if the likeliest token's logit is not finite. ``native`` are functions for numbers of the
+    logits' type, if there are some. The result is int32 [reads, 2].
     """
+    is_plain = choose_tokens is None and reads.temperatures is None and logits.is_contiguous()
+    if native is not None and is_plain and reads.used_measures <= {Confidence.PROBABILITY}:
+        return native.propose(logits, banned, reads.wanted)
     parts = [
         _propose(*part, reads, banned, choose_tokens)
         for part in _parts(logits, split=choose_tokens is None)

@@ -604,6 +604,43 @@ void multiply_block(const Product& p, int64_t block) {
   }
 }
 
+struct Proposal {
+  int32_t token;
+  float confidence;
+};
+
+// Returns the probability of a number among those of a row, which is padded with -inf; NaN if one of
+// them is NaN or inf, or all are -inf.
+float probability_of(float number, const std::vector<float>& row) {
+  Floats tops = all(-INFINITY), totals = {};
+  for (size_t at = 0; at < row.size(); at += kLanes) tops = larger(load(&row[at]), tops);
+  const float top = largest(tops);
+  for (size_t at = 0; at < row.size(); at += kLanes) totals += exponential(load(&row[at]) - top);
+  return exponential(all(number - top))[0] / sum(totals);
+}
+
+// Returns the place of the largest number of a row, of the first among equals, or of the first NaN.
+int64_t place_of_largest(const std::vector<float>& row) {
+  Floats tops = all(-INFINITY);
+  Integers places = {}, nans = {}, place = {};
+  for (int i = 0; i < kLanes; ++i) places[i] = place[i] = i;
+  for (size_t at = 0; at < row.size(); at += kLanes, place += kLanes) {
+    const Floats numbers = load(&row[at]);
+    nans |= numbers != numbers;
+    places = numbers > tops ? place : places;
+    tops = larger(numbers, tops);
+  }
+  int first = 0;
+  for (int i = 1; i < kLanes; ++i)
+    if (tops[i] > tops[first] || (tops[i] == tops[first] && places[i] < places[first])) first = i;
+  bool has_nan = false;
+  for (int i = 0; i < kLanes; ++i) has_nan |= nans[i] != 0;
+  int64_t found = places[first];
+  if (has_nan)
+    for (found = 0; row[found] == row[found];) ++found;
+  return found;
+}
+
 constexpr int kFewRows = 4;  // rows for which starting threads takes longer than it saves
 
 }  // namespace
@@ -664,6 +701,28 @@ void marsray_multiply(const Number* inputs, const Number* packed, const float* b
   const int64_t blocks = rows ? (num_outputs + kBlock - 1) / kBlock : 0;
 #pragma omp parallel for num_threads(num_threads) schedule(static)
   for (int64_t block = 0; block < blocks; ++block) multiply_block(product, block);
+}
+
+// Proposes the likeliest token that is not banned behind each row of logits, [rows, size], with its
+// probability among all where that is wanted, [rows], and else with 1, or NaN if it is not finite.
+void marsray_propose(const Number* logits, const int64_t* banned, const bool* wanted,
+                     Proposal* proposals, int64_t num_banned, int64_t rows, int64_t size,
+                     int num_threads) {
+#pragma omp parallel num_threads(num_threads) if (rows > 1)
+  {
+    std::vector<float> row, allowed;
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < rows; ++i) {
+      row.assign((size + kLanes - 1) / kLanes * kLanes, -INFINITY);
+      int64_t at = 0;
+      for (const Number* own = logits + i * size; at < size; ++at) row[at] = load_one(own + at);
+      allowed = row;
+      for (int64_t b = 0; b < num_banned; ++b) allowed[banned[b]] = -INFINITY;
+      const int64_t token = place_of_largest(allowed);
+      const float one = allowed[token] - allowed[token] + 1;
+      proposals[i] = {int32_t(token), wanted[i] ? probability_of(row[token], row) : one};
+    }
+  }
 }
 
 // Norms rows by their root mean square, [rows, size]; with `added`, their sums with its rows, which

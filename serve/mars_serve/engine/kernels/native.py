@@ -23,7 +23,9 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _log = logging.getLogger(__name__)
@@ -75,8 +77,10 @@ class Native:
         self._pack, self._multiply = library.marsray_pack, library.marsray_multiply
         self._pack.argtypes = [_POINTER, _POINTER, _COUNT, _COUNT, _INT]
         self._multiply.argtypes = [*[_POINTER] * 4, *[_COUNT] * 3, _INT]
+        self._propose = library.marsray_propose
+        self._propose.argtypes = [*[_POINTER] * 4, *[_COUNT] * 3, _INT]
         own = self._attend, self._norm, self._rotate, self._gate, self._pack, self._multiply
-        for function in own:
+        for function in (*own, self._propose):
             function.restype = None
 
     def attend(self, arguments: AttentionArguments) -> None:
@@ -112,6 +116,18 @@ class Native:
             torch.get_num_threads(),
         )
         return outputs
+
+    def propose(self, logits: Tensor, banned: Tensor, wanted: NDArray[np.bool_]) -> Tensor:
+        """Return the table of `mars_serve.engine.execution.proposals.propose`: int32 [reads, 2].
+
+        ``wanted``, [reads], says whose confidence, the probability, matters.
+        """
+        rows, size = logits.shape
+        assert len(wanted) == rows, "each read is wanted or not"
+        table = torch.empty(rows, 2, dtype=torch.int32)
+        pointers = logits.data_ptr(), banned.data_ptr(), wanted.ctypes.data, table.data_ptr()
+        self._propose(*pointers, len(banned), rows, size, torch.get_num_threads())
+        return table
 
     def norm(self, inputs: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """Divide rows, [..., size], by their root mean square, times a float32 weight [size]."""

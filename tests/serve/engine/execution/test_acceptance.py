@@ -23,6 +23,7 @@ from mars_serve.engine.execution.acceptance import (
 )
 from mars_serve.engine.execution.proposals import ChooseTokens, build_reads, propose, unpack
 from mars_serve.engine.kernels import acceptance
+from mars_serve.engine.kernels.native import native_for
 from mars_serve.engine.request import Draft
 from mars_serve.engine.scheduled_row import ScheduledRow
 
@@ -135,6 +136,24 @@ def test_the_operator_of_captured_steps_proposes_the_same(seed, measures, dtype)
     ones = torch.ones(len(logits), dtype=torch.float64)
     found = acceptance.propose(logits, is_banned, reads.measures, ones)
     assert found.equal(propose(logits.clone(), reads, BANNED))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [24, 39, 1_000])
+def test_functions_of_cpp_propose_the_same(vocabulary, dtype):
+    native = native_for(torch.device("cpu"), dtype)
+    rows = random_rows(random.Random(0), 30, [Confidence.PROBABILITY])
+    reads = build_reads(rows, None)
+    logits = random_logits(1, len(reads.measures), vocabulary, 3.0).to(dtype)
+    logits[1], logits[2, BANNED], logits[3, BANNED] = -torch.inf, 50.0, torch.nan
+    logits[4, 7], logits[5, 21], logits[6, :] = torch.nan, torch.inf, 1.0
+    logits[7, 20:22] = 30.0
+    exact = propose(logits.clone(), reads, BANNED)
+    found = propose(logits, reads, BANNED, None, native)
+    assert found[:, 0].equal(exact[:, 0])
+    tolerance = {"rtol": 1e-5 if dtype == torch.float32 else 4e-4, "atol": 1e-30}
+    pair = found[:, 1].view(torch.float32), exact[:, 1].view(torch.float32)
+    torch.testing.assert_close(*pair, **tolerance, equal_nan=True)
 
 
 @pytest.mark.parametrize("vocabulary", [3_000, 200_000])
