@@ -312,27 +312,29 @@ def test_steps_that_are_far_quicker_than_measured_correct_the_times() -> None:
 
 
 def test_times_without_masks_alone_say_nothing_of_masks() -> None:
-    chooser, rows = chooser_of(step_times({1: 0.380, 64: 0.385, 256: 0.580})), make_rows(1)
-    chooser.note_step([make_row(rows[0], 1)], 0.010)
-    assert windows_of(chooser, rows) == [MAX_WINDOW]
+    rows = make_rows(1)
+    chooser = chooser_of(TABLES["linear"])
+    chooser.note_step([make_row(rows[0], 1)], 0.0002)
+    assert windows_of(chooser, rows) == [0]
+    chooser = chooser_of(step_times({1: 0.380, 64: 0.385, 256: 0.580}))
     chooser.note_step([make_row(rows[0], 1, (MAX_WINDOW,))], 0.150)
     assert windows_of(chooser, rows) == [0]
     chooser.note_step([make_row(rows[0], 1, (2,))], 0.100)  # its masks were pinned
     assert windows_of(chooser, rows) == [0]
     chooser.note_step([make_row(rows[0], 1)], 0.110)  # as expected, and wanted
     assert windows_of(chooser, rows) == [MAX_WINDOW]
-    chooser.note_step([make_row(rows[0], 1)], 0.010)
+    chooser.note_step([make_row(rows[0], 1, (MAX_WINDOW,))], 0.900)  # far longer than seen so far
+    chooser.note_step([make_row(rows[0], 1)], 0.110)
     assert windows_of(chooser, rows) == [0]
 
 
 def test_times_that_prompts_or_drift_seem_to_contradict_stay() -> None:
     times = step_times({1: 0.010, 8: 0.010, 9: 0.050, 64: 0.500})
     chooser, rows = chooser_of(times), make_rows(8)
-    chooser.note_step([make_row(row, 1) for row in rows], 0.007)
-    prompt = make_request("long", 40)
-    chooser.note_step([make_row(prompt, 40)], 0.010)
-    chooser.note_step([make_row(prompt, 4, reads_logits=False)], 0.001)
-    chooser.note_step([make_row(rows[0], 6)], 0.001)  # more tokens than masks give
+    masks, prompt = make_row(rows[0], 1, (MAX_WINDOW,)), make_request("long", 40)
+    chooser.note_step([masks], 0.007)
+    chooser.note_step([masks, make_row(prompt, 40)], 0.010)
+    chooser.note_step([masks, make_row(prompt, 2, reads_logits=False)], 0.001)
     assert not any(windows_of(chooser, rows))
     assert windows_of(chooser, rows[:1]) == [MAX_WINDOW]
 
