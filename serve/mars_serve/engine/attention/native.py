@@ -78,7 +78,8 @@ class NativeAttention:
         position = np.arange(batch.num_positions)
         is_token = position - starts[row] < num_tokens[row]
         leading, own = batch.visible
-        seen, masks = num_cached[row] + leading, np.where(is_token, position + 1, starts[row] + own)
+        seen = num_cached[row] + leading
+        masks = starts[row] + np.where(is_token, lengths[row], own)  # tokens see none
         oldest = np.zeros_like(seen)
         if self._layers.is_bounded:
             ids = np.array(batch.position_ids[: batch.num_positions])
