@@ -244,6 +244,31 @@ def test_native_attention_reads_pairs_and_cuts_heads(
     assert outputs[0].equal(outputs[1])
 
 
+@pytest.mark.parametrize("window", [None, 11])
+@pytest.mark.parametrize("page_size", [1, 7, 16, 21])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_functions_of_c_read_nothing_that_no_query_sees(
+    dtype: torch.dtype, page_size: int, window: int | None
+) -> None:
+    """NaN fills all of the pages that no row sees, and their padding."""
+    sizes: Any = {"window": window, "head_dim": 17, "value_dim": 5}
+    step = AttentionStep(RAGGED, torch.device("cpu"), dtype, page_size, **sizes)
+    native: Any = native_for(torch.device("cpu"), dtype)
+    sizes = {"num_pages": step.num_pages, "page_size": page_size, **step.types}
+    attention = NativeAttention(step.group, native=native, **sizes)
+    attention._keys.fill_(torch.nan)
+    attention._values.fill_(torch.nan)
+    for row in step.batch.rows:
+        step.hide(row)
+        for part in step.pages:
+            tokens = part[row.pages].flatten(0, 1)
+            tokens[row.num_cached :] = torch.nan
+            part[row.pages] = tokens.view_as(part[row.pages])
+    output = step.attend(attention, cached_of(attention))
+    tolerance = 1e-4 if dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(output.float(), step.expected(), rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize(
     "kind",
     [
