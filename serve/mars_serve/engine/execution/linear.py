@@ -3,7 +3,7 @@
 On a CPU, decoding multiplies a few rows with large matrices, which the default matrix library does
 slowly on some machines. oneDNN can keep a weight in a packed layout of its own, and so can the
 functions of C++. For each shape of layers, apart with and without a bias, all layouts are timed at
-load and the fastest is kept. On other devices nothing is changed.
+load and one of the fastest is kept. On other devices nothing is changed.
 """
 
 import logging
@@ -29,6 +29,9 @@ _TIMED_ROWS = (1, 4, 16, 64)
 """Numbers of rows of the timed products, for one-token decoding in small and large batches and for
 windows."""
 _REPEATS = 7
+_ABOUT_AS_FAST = 1.1
+"""Factor within which times count as equal: a row of a product in C++ does not depend on the number
+of rows, which is worth more."""
 _PACKED_FOR_ROWS = 32
 """Number of rows for which oneDNN picks the layout; it is as fast for others (measured)."""
 
@@ -88,7 +91,7 @@ class TiledLinear(nn.Module):
 def pack_linears(
     model: PreTrainedModel, native: Native | None = None, *, timed: bool = True
 ) -> None:
-    """Replace, in place, each linear layer on the CPU by its fastest form.
+    """Replace, in place, each linear layer on the CPU by a form that is about the fastest.
 
     Unless ``timed``, each layer that oneDNN can pack is packed, so that each load gives the same
     numbers. ``native`` are functions for the model's numbers, if there are some.
@@ -102,8 +105,8 @@ def pack_linears(
             if timed:
                 is_taken = weight.dtype is model.dtype and weight.shape[1] % 2 == 0
                 if native is not None and is_taken and weight.is_contiguous():
-                    forms.append(partial(NativeLinear, native=native))
-                forms = [_fastest(linear, forms)]
+                    forms.insert(0, partial(NativeLinear, native=native))
+                forms = [_fast(linear, forms)]
             chosen[kind] = forms[0] if forms else _as_it_is
             form = type(chosen[kind](linear)).__name__
             _log.info("linear layers of %d x %d: %s", *weight.shape, form)
@@ -147,17 +150,24 @@ def _can_pack(linear: nn.Linear) -> bool:
 
 
 @torch.inference_mode()
-def _fastest(linear: nn.Linear, forms: Sequence[_Make]) -> _Make:
-    """Return which of the forms of a layer is the fastest, or `_as_it_is`."""
-    made: list[nn.Module] = [linear, *(make(linear) for make in forms)]
-    ratios = []
+def _fast(linear: nn.Linear, forms: Sequence[_Make]) -> _Make:
+    """Return the first of the forms of a layer, `_as_it_is` last, that is about as fast as any."""
+    forms = [*forms, _as_it_is]
+    made = [form(linear) for form in forms]
+    times = []
     for rows in _TIMED_ROWS:
         inputs = linear.weight.new_ones(rows, linear.in_features)
-        plain_s, *others_s = _alternate(*(partial(form, inputs) for form in made))
-        ratios.append([1.0, *(seconds / plain_s for seconds in others_s)])
+        times.append(_alternate(*(partial(form, inputs) for form in made)))
     # Other processes may disturb one of the numbers of rows.
-    medians = [statistics.median(each) for each in zip(*ratios, strict=True)]
-    return [_as_it_is, *forms][medians.index(min(medians))]
+    medians = [
+        statistics.median(mine / min(each) for mine, each in zip(own, times, strict=True))
+        for own in zip(*times, strict=True)
+    ]
+    return next(
+        form
+        for form, ratio in zip(forms, medians, strict=True)
+        if ratio <= _ABOUT_AS_FAST * min(medians)
+    )
 
 
 def _as_it_is(linear: nn.Linear) -> nn.Module:
