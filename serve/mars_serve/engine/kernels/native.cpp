@@ -156,7 +156,8 @@ inline void set_factors(Factors* to, const Number* from, int64_t count) {
   std::memcpy(to, from, count * sizeof(Number));
 }
 inline void store_factors(Factors* to, Floats numbers) {
-  store(reinterpret_cast<Number*>(to), numbers);
+  const Halves halves = (Halves)_mm512_cvtneps_pbh((__m512)numbers);
+  std::memcpy(to, &halves, sizeof halves);  // compilers may forget what a cast pointer stored
 }
 inline void add_products(Floats& sums, Factors factors, Pairs pairs) {
   const Words repeated = factors - Words{};
