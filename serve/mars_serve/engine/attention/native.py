@@ -136,6 +136,7 @@ class NativeAttention:
         sinks = None if sinks is None else sinks.float()
         arguments = metadata.arguments
         for name, part in (("query", query), ("key", key), ("value", value)):
+            assert part.dtype is self._dtype and part.stride(-1) == 1, f"cannot read the {name}"
             setattr(arguments, name, part.data_ptr())
             setattr(arguments, f"{name}_stride", part.stride(0))
             setattr(arguments, f"{name}_head_stride", part.stride(1))

@@ -221,7 +221,9 @@ class _Trial(NamedTuple):
         if not self._is_computed_by(merged):
             return None
         rotates_alike = all(
-            part.shape == (1, *self.call.query.shape[2:]) and part.dtype == self.output.dtype
+            part.shape == (1, *self.call.query.shape[2:])
+            and part.dtype == self.output.dtype
+            and part.is_contiguous()
             for part in rotation
         )
         quick = NativeLayer.of(merged, native) if native is not None and rotates_alike else None
