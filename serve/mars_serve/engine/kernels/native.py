@@ -237,9 +237,10 @@ def _load(command: Sequence[str], kept: Path | None) -> Native | str:
                 return Native(ctypes.CDLL(str(kept / name)))
         with tempfile.TemporaryDirectory(prefix="marsray-", dir=kept) as scratch:
             path = _compile(command, Path(scratch))
+            native = Native(ctypes.CDLL(str(path)))  # nothing is kept that cannot be loaded
             if kept is not None:
-                path = path.replace(kept / name)
-            return Native(ctypes.CDLL(str(path)))
+                path.replace(kept / name)
+            return native
     except subprocess.CalledProcessError as error:
         reason = error.stderr.strip() or str(error)
     except (OSError, subprocess.TimeoutExpired) as error:
