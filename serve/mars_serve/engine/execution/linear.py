@@ -100,17 +100,19 @@ def pack_linears(
     for parent, name, linear in _linears(model, (nn.Linear,)):
         weight = linear.weight
         kind = weight.shape, linear.bias is None, weight.dtype
-        if kind not in chosen:
+        is_first = kind not in chosen
+        if is_first:
             forms: list[_Make] = [PackedLinear] if _can_pack(linear) else []
             if timed:
                 is_taken = weight.dtype is model.dtype and weight.shape[1] % 2 == 0
                 if native is not None and is_taken and weight.is_contiguous():
                     forms.insert(0, partial(NativeLinear, native=native))
-                forms = [_fast(linear, forms)]
+                forms = [_fast(linear, forms)] if forms else []
             chosen[kind] = forms[0] if forms else _as_it_is
-            form = type(chosen[kind](linear)).__name__
-            _log.info("linear layers of %d x %d: %s", *weight.shape, form)
-        setattr(parent, name, chosen[kind](linear))
+        made = chosen[kind](linear)
+        if is_first:
+            _log.info("linear layers of %d x %d: %s", *weight.shape, type(made).__name__)
+        setattr(parent, name, made)
 
 
 def tile_linears(model: nn.Module, tile: int) -> None:
