@@ -136,7 +136,8 @@ class NativeAttention:
         sinks = None if sinks is None else sinks.float()
         arguments = metadata.arguments
         for name, part in (("query", query), ("key", key), ("value", value)):
-            assert part.dtype is self._dtype and part.stride(-1) == 1, f"cannot read the {name}"
+            assert part.dtype is self._dtype, f"the {name} is {part.dtype}, not {self._dtype}"
+            assert part.stride(-1) == 1, f"numbers of a head of the {name} lie apart"
             setattr(arguments, name, part.data_ptr())
             setattr(arguments, f"{name}_stride", part.stride(0))
             setattr(arguments, f"{name}_head_stride", part.stride(1))
