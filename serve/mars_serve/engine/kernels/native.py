@@ -253,6 +253,7 @@ def _compile(command: Sequence[str], scratch: Path) -> Path:
     objects, library = scratch / "native.o", scratch / "native.so"
     _run([*command, "-fopenmp", "-c", str(_SOURCE), "-o", str(objects)])
     _run([*command, "-shared", str(objects), "-o", str(library)])
+    library.chmod(0o700)  # a umask of 0 would let others write to it
     with library.open("rb") as file:
         os.fsync(file.fileno())  # so no half of it is found after a power failure
     return library
