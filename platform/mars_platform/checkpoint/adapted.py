@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mars_platform.checkpoint.adapter.draft_head import load_draft_head
 from mars_platform.checkpoint.adapter.files import (
     Adapter,
     identify_base,
@@ -89,24 +90,30 @@ def refuse_other_base(base: Checkpoint, ours: BaseIdentity, adapter: Path) -> No
 def load_weights(checkpoint: Checkpoint, *, dtype: torch.dtype) -> PreTrainedModel:
     """Load the weights of a checkpoint that `read_model` returned, on the CPU, in evaluation mode.
 
-    All weights are converted to ``dtype``. If there is an adapter, it is attached, and no weight
-    takes gradients. What a multimodal model has for images and sound is left out.
+    All weights are converted to ``dtype`` and take no gradients. An adapter and a draft head are
+    attached. What a multimodal model has for images and sound is left out.
 
     Raises:
         UserError: weights are missing or damaged, or do not fit each other.
     """
     model = load_model(checkpoint.path, dtype=dtype)
     drop_towers(model)
-    if checkpoint.adapter is None:
-        return model
-    checkpoint.adapter.attach(model)
+    _attach(checkpoint, model)
     return model.requires_grad_(False).eval()
 
 
 def check_fit(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint whose adapter, if any, does not fit it; no weight of it is read."""
-    if checkpoint.adapter is None:
+    """Refuse a checkpoint whose adapter or draft head does not fit; no weight of it is read."""
+    metadata = checkpoint.metadata
+    if checkpoint.adapter is None and (metadata is None or metadata.draft_head is None):
         return
     with torch.device("meta"):
         model = loader_of(checkpoint.config).from_config(checkpoint.config, trust_remote_code=False)
-    checkpoint.adapter.attach(model)
+    _attach(checkpoint, model)
+
+
+def _attach(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
+    if checkpoint.adapter is not None:
+        checkpoint.adapter.attach(model)
+    elif checkpoint.metadata is not None:
+        load_draft_head(model, checkpoint.path, checkpoint.metadata)

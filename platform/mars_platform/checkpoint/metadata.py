@@ -37,6 +37,15 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _REMEDY = "copy the checkpoint's file again"
 
 
+class DraftHeadSettings(Settings):
+    """Low-rank weights by which a mask's draft depends on the token before it (a draft head)."""
+
+    rank: int = Field(default=64, ge=1, le=4096)
+    """Rank of what is added to the logits of masks."""
+    kind: Literal["static", "gated"] = "gated"
+    """static depends on the token before alone; gated also on the mask's hidden state."""
+
+
 class MarsMetadata(Settings):
     """Content of ``mars.json``: data that decoding needs beyond the Hugging Face files."""
 
@@ -48,6 +57,8 @@ class MarsMetadata(Settings):
     """Id of the ``<|mask|>`` token."""
     provenance: dict[str, Any] = Field(default_factory=dict)
     """How the checkpoint was made: base model, recipe, versions."""
+    draft_head: DraftHeadSettings | None = None
+    """Settings of the weights in ``draft_head.safetensors``; null for none."""
 
 
 def locate_model(model: str) -> Path:

@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from mars_platform.checkpoint.adapter.draft_head import save_draft_head, without_draft_head
 from mars_platform.checkpoint.inspection import check_weights
 from mars_platform.checkpoint.metadata import METADATA_FILE, MarsMetadata
 from mars_platform.checkpoint.tokenizer import name_mask_token
@@ -117,7 +118,7 @@ def save_checkpoint(
     that holds them exactly, as they were stored, and the files of its processor are copied from
     ``start``, the checkpoint that it was made from.
     """
-    weights, for_text = model.state_dict(), text_prefixes(model)
+    weights, for_text = without_draft_head(model.state_dict()), text_prefixes(model)
     beside = {
         key: tensor
         for key, tensor in weights.items()
@@ -131,6 +132,7 @@ def save_checkpoint(
     model.save_pretrained(path, state_dict=weights)
     for file in start.glob("*processor_config.json") if start else ():
         shutil.copyfile(file, path / file.name)
+    save_draft_head(path, model)
     tokenizer.save_pretrained(path)
     if metadata is not None:
         text = metadata.model_dump_json(indent=2)

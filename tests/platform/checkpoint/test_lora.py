@@ -13,8 +13,7 @@ from safetensors.torch import load, load_file, save_file
 
 from decoding.tiny_models import build_model
 from decoding.wrappers import build_wrapper
-from mars_platform.checkpoint.adapter.files import read_tensors
-from mars_platform.checkpoint.adapter.layers import adaptable_layers
+from mars_platform.checkpoint.adapter.layers import adaptable_layers, read_tensors
 from mars_platform.checkpoint.adapter.lora import merge_lora, read_lora
 from mars_platform.checkpoint.metadata import ADAPTER_FILE, ADAPTER_WEIGHTS_FILE
 from mars_platform.errors import UserError
@@ -169,7 +168,7 @@ def test_an_output_layer_without_its_weights_is_refused(base, lora_copy):
 
 def test_weights_in_use_do_not_change_with_their_file(lora_copy):
     file = lora_copy / ADAPTER_WEIGHTS_FILE
-    tensors, expected = read_tensors(lora_copy), load(file.read_bytes())
+    tensors, expected = read_tensors(file), load(file.read_bytes())
     with file.open("r+b") as stream:  # in place, which a mapping would show
         stream.seek(-64, 2)
         stream.write(bytes(64))

@@ -12,10 +12,12 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from mars_platform.checkpoint.adapter.draft_head import attach_draft_head
 from mars_platform.checkpoint.adapter.files import identify_base, save_adapter
 from mars_platform.checkpoint.adapter.layers import adapter_parameters, attach_adapter
 from mars_platform.checkpoint.adapter.settings import AdapterMetadata, AdapterSettings
 from mars_platform.checkpoint.directory import read_checkpoint
+from mars_platform.checkpoint.metadata import DraftHeadSettings
 from mars_platform.checkpoint.tokenizer import name_mask_token
 from mars_platform.checkpoint.weights import load_model
 
@@ -91,3 +93,13 @@ def add_mask_row(base_path: Path, path: Path, row: torch.Tensor) -> int:
     name = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
     save_file({**load_file(file), name: row[None]}, file)
     return mask
+
+
+def with_random_head(
+    model: PreTrainedModel, settings: DraftHeadSettings, *, seed: int = 1
+) -> PreTrainedModel:
+    """Give a model, in place, a draft head of random weights, which change every draft."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in attach_draft_head(model, settings).parameters():
+        torch.nn.init.normal_(parameter, generator=generator)
+    return model

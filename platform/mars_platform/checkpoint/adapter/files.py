@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fsspec.implementations.local import LocalFileSystem
 from pydantic import ConfigDict, Field
-from safetensors import SafetensorError
-from safetensors.torch import load, save_file
-from torch import Tensor
+from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
+from mars_platform.checkpoint.adapter.draft_head import load_draft_head, save_draft_head
 from mars_platform.checkpoint.adapter.layers import (
     adapter_parameters,
     adapter_settings,
     attach_adapter,
-    fill_adapter,
+    fill_parameters,
+    read_tensors,
 )
 from mars_platform.checkpoint.adapter.settings import (
     MOST_ALPHA,
@@ -128,14 +128,16 @@ class Adapter:
         Raises:
             UserError: the weights are missing, damaged, or do not fit the model or the settings.
         """
-        tensors = read_tensors(self.path)
+        file = self.path / ADAPTER_WEIGHTS_FILE
+        tensors = read_tensors(file)
         try:
             attach_adapter(model, self.settings, self.metadata.mask_token_id)
         except UserError as error:
             raise UserError(
                 f"adapter: {self.path / ADAPTER_FILE} does not fit the model ({error}); {_REMEDY}"
             ) from error
-        fill_adapter(model, tensors, str(self.path / ADAPTER_WEIGHTS_FILE))
+        fill_parameters(adapter_parameters(model), tensors, str(file), "adapter")
+        load_draft_head(model, self.path, self.metadata)
 
 
 def read_adapter(path: str | Path) -> Adapter:
@@ -192,19 +194,6 @@ def open_adapter(path: Path) -> AdapterMetadata | None:
     return metadata
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read the weights of an adapter's directory.
-
-    They are copied, since a file that is mapped into memory would change weights in use when it is
-    written anew, or end the process when it becomes shorter.
-    """
-    file = path / ADAPTER_WEIGHTS_FILE
-    try:
-        return load(file.read_bytes())
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"adapter: {file} cannot be read ({one_line(error)}); {_REMEDY}") from error
-
-
 def save_adapter(
     path: Path,
     model: PreTrainedModel,
@@ -231,6 +220,7 @@ def save_adapter(
         for name, parameter in adapter_parameters(model).items()
     }
     save_file(tensors, path / ADAPTER_WEIGHTS_FILE, metadata={"format": "pt"})
+    save_draft_head(path, model)
     _write_json(path / ADAPTER_FILE, {**config.model_dump(mode="json"), "inference_mode": True})
     _write_json(path / METADATA_FILE, metadata.model_dump(mode="json"))
     tokenizer.save_pretrained(path)

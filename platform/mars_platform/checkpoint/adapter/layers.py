@@ -13,13 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor, nn
 
 from mars_platform.checkpoint.adapter.settings import AdapterSettings, LoraSettings
-from mars_platform.errors import UserError
+from mars_platform.errors import UserError, one_line
 from mars_platform.mixing.head import layers_of, per_layer_embedding
 from mars_platform.mixing.latent import EXPANSION, is_latent
 
@@ -27,6 +30,8 @@ if TYPE_CHECKING:  # importing it takes seconds, and a server's ingress loads no
     from transformers import PreTrainedModel
 
 _PEFT_PREFIX = "base_model.model."
+_MOST_HEADER = 2**20
+"""Most bytes of a file of weights beside its numbers."""
 
 
 class MaskGate:
@@ -187,35 +192,56 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-def fill_adapter(model: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
-    """Copy ``tensors``, weights by peft's names, into a model's adapter, converted to its number
-    type.
+def read_tensors(
+    file: Path, setting: str = "adapter", most_numbers: int | None = None
+) -> dict[str, Tensor]:
+    """Read a file of weights, of ``most_numbers`` numbers at most; errors begin with ``setting``.
 
-    Errors name ``source``, the origin of the weights, such as a file.
+    They are copied, since a file that is mapped into memory would change weights in use when it is
+    written anew, or end the process when it becomes shorter.
 
     Raises:
-        UserError: a weight is missing, has another shape than the model's layers need, belongs to
-            no layer, or has a number that is not finite.
+        UserError: the file is missing, damaged or too large.
     """
-    parameters = adapter_parameters(model)
+    remedy = f"copy all of the {setting}'s files again"
+    try:
+        if most_numbers is not None and file.stat().st_size > 8 * most_numbers + _MOST_HEADER:
+            raise UserError(f"{setting}: {file} is larger than its settings allow; {remedy}")
+        return load(file.read_bytes())
+    except (OSError, SafetensorError) as error:
+        problem = f"cannot be read ({one_line(error)})"
+        raise UserError(f"{setting}: {file} {problem}; {remedy}") from error
+
+
+def fill_parameters(
+    parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor], source: str, setting: str
+) -> None:
+    """Copy ``tensors`` into the parameters of the same names, converted to their number type.
+
+    Errors begin with ``setting`` and name ``source``, the origin of the weights, such as a file.
+
+    Raises:
+        UserError: a weight is missing, has another shape than its parameter, belongs to none, or
+            has a number that is not finite.
+    """
     if odd := sorted(tensors.keys() ^ parameters.keys()):
         state = "holds" if odd[0] in tensors else "lacks"
         raise UserError(
-            f"adapter: {source} {state} {odd[0]}, contrary to its adapter_config.json; copy all of "
-            "the adapter's files again"
+            f"{setting}: {source} {state} {odd[0]}, contrary to the settings beside it; copy all "
+            f"of the {setting}'s files again"
         )
     for name, parameter in parameters.items():
         found, needed = tuple(tensors[name].shape), tuple(parameter.shape)
         if found != needed:
             raise UserError(
-                f"adapter: {name} in {source} has the shape {found}, and rank and model need "
-                f"{needed}; copy all of the adapter's files again, or give its own model"
+                f"{setting}: {name} in {source} has the shape {found}, and rank and model need "
+                f"{needed}; copy all of the {setting}'s files again, or give its own model"
             )
         tensor = tensors[name]
         if not tensor.is_floating_point() or not tensor.to(parameter.dtype).isfinite().all():
             raise UserError(
-                f"adapter: {name} in {source} holds other numbers than finite ones of "
-                f"{parameter.dtype}; copy all of the adapter's files again, or train it again"
+                f"{setting}: {name} in {source} holds other numbers than finite ones of "
+                f"{parameter.dtype}; copy all of the {setting}'s files again, or train it again"
             )
     with torch.no_grad():
         for name, parameter in parameters.items():

@@ -23,9 +23,8 @@ from mars_platform.checkpoint.adapter.files import (
     PeftConfig,
     open_adapter,
     read_adapter_tokenizer,
-    read_tensors,
 )
-from mars_platform.checkpoint.adapter.layers import adaptable_layers
+from mars_platform.checkpoint.adapter.layers import adaptable_layers, read_tensors
 from mars_platform.checkpoint.adapter.settings import AdapterMetadata
 from mars_platform.checkpoint.metadata import (
     ADAPTER_FILE,
@@ -81,7 +80,7 @@ class LoraAdapter:
             UserError: the weights are missing, damaged or not finite, fit no layer of the model, or
                 are not all there.
         """
-        tensors = read_tensors(self.path)
+        tensors = read_tensors(self.path / ADAPTER_WEIGHTS_FILE)
         names = {_plain(name): name for name in adaptable_layers(model)}
         parts, row = dict[str, dict[str, Tensor]](), None
         for key in sorted(tensors):

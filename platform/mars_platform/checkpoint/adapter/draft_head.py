@@ -1,0 +1,103 @@
+"""A draft head: low-rank weights by which a mask's draft depends on the token before it.
+
+    logits'[x] = logits[x] + <W1[previous] * sigmoid(G h), W2[x]>
+
+A mask does not know the token in its own place, behind which its draft stands, and by itself
+predicts an average over all that could stand there. That token is known when drafts are chosen one
+after the other: the model's own behind the accepted ones, or the draft before. The head reads the
+last hidden state ``h`` of masks only, so that all other positions keep the model's output bit for
+bit. Imports no Ray or HTTP library.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from mars_platform.checkpoint.adapter.layers import fill_parameters, read_tensors
+from mars_platform.checkpoint.metadata import DraftHeadSettings, MarsMetadata
+
+if TYPE_CHECKING:  # importing it takes seconds, and a server's ingress loads no model
+    from transformers import PreTrainedModel
+
+DRAFT_HEAD_FILE = "draft_head.safetensors"
+_NAME = "draft_head"
+
+
+class DraftHead(nn.Module):
+    """What is added to the logits of masks behind a known token; a new head adds nothing."""
+
+    def __init__(self, settings: DraftHeadSettings, vocabulary_size: int, width: int) -> None:
+        super().__init__()
+        rank, is_gated = settings.rank, settings.kind == "gated"
+        self.settings = settings
+        self.previous = nn.Parameter(torch.randn(vocabulary_size, rank))
+        self.following = nn.Parameter(torch.zeros(vocabulary_size, rank))
+        self.gate = nn.Parameter(torch.zeros(rank, width)) if is_gated else None
+
+    def features(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        """Return what weighs the rows of ``following``, [n, rank].
+
+        Args:
+            hidden: [n, width], last hidden states of masks.
+            previous: int64 [n], the token in the place of each mask.
+        """
+        rows = F.embedding(previous, self.previous)
+        return rows if self.gate is None else rows * F.linear(hidden, self.gate).sigmoid()
+
+    def forward(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        """Return what is added to the masks' logits, [n, vocabulary]; see `features`."""
+        return F.linear(self.features(hidden, previous), self.following)
+
+
+def draft_head_of(model: nn.Module) -> DraftHead | None:
+    """Return the draft head of a model; None if it has none."""
+    return cast("DraftHead | None", getattr(model, _NAME, None))
+
+
+def attach_draft_head(model: PreTrainedModel, settings: DraftHeadSettings) -> DraftHead:
+    """Give a model a new draft head, in place, of the model's number type and device."""
+    config, weight = model.config.get_text_config(), model.get_input_embeddings().weight
+    with torch.device(weight.device):
+        head = DraftHead(settings, config.vocab_size, config.hidden_size).to(weight.dtype)
+    setattr(model, _NAME, head)
+    return head
+
+
+def load_draft_head(model: PreTrainedModel, path: Path, metadata: MarsMetadata) -> None:
+    """Give a model the draft head in a directory, in place, if ``mars.json`` there names one.
+
+    Raises:
+        UserError: the weights are missing, damaged or too large, or fit neither model nor settings.
+    """
+    if metadata.draft_head is None:
+        return
+    parameters = _parameters(attach_draft_head(model, metadata.draft_head))
+    file = path / DRAFT_HEAD_FILE
+    most = sum(parameter.numel() for parameter in parameters.values())
+    tensors = read_tensors(file, "draft head", most_numbers=most)
+    fill_parameters(parameters, tensors, str(file), "draft head")
+
+
+def save_draft_head(path: Path, model: nn.Module) -> None:
+    """Write the draft head of a model, if it has one, into a directory that exists."""
+    if (head := draft_head_of(model)) is not None:
+        save_file(
+            {key: tensor.detach().cpu().contiguous() for key, tensor in _parameters(head).items()},
+            path / DRAFT_HEAD_FILE,
+            metadata={"format": "pt"},
+        )
+
+
+def without_draft_head(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of a model, by name, without those of its draft head."""
+    return {key: each for key, each in weights.items() if not key.startswith(f"{_NAME}.")}
+
+
+def _parameters(head: DraftHead) -> dict[str, nn.Parameter]:
+    return {f"{_NAME}.{name}": parameter for name, parameter in head.named_parameters()}
