@@ -8,7 +8,7 @@
 #include <cstring>
 #include <vector>
 
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -47,8 +47,10 @@ inline void store_one(Number* to, float number) {
   *to = number == number ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : 0x7fc0;
 }
 inline Words widen(const Number* from) {
-#ifdef __AVX512F__  // compilers take four instructions for the other line
+#if defined(__AVX512F__)  // compilers take four instructions for the last line
   return (Words)_mm512_cvtepu16_epi32((__m256i)*reinterpret_cast<const Halves*>(from));
+#elif defined(__AVX2__)
+  return (Words)_mm256_cvtepu16_epi32((__m128i)*reinterpret_cast<const Halves*>(from));
 #else
   return __builtin_convertvector(*reinterpret_cast<const Halves*>(from), Words);
 #endif
@@ -143,13 +145,13 @@ inline Floats exponential(Floats x) { return power_of_two((x > 89 ? all(89) : x)
 typedef Words Pairs;
 typedef uint32_t Factors;
 
-constexpr bool kInterleaved = true;  // whether the two numbers of a lane are packed side by side
+constexpr int kParts = 1;  // vectors in which the pairs of kLanes outputs are packed
 
 inline Pairs load_pairs(const Number* first) { return widen(first); }
 inline Pairs load_pairs(const Number* first, const Number* second) {
   return widen(first) | widen(second) << 16;
 }
-inline Pairs load_packed(const Number* from) { return *reinterpret_cast<const Pairs*>(from); }
+inline Pairs load_part(const Number* from, int) { return *reinterpret_cast<const Pairs*>(from); }
 // Sets count / 2 + 1 factors, the last of them to 0 or to one number and 0.
 inline void set_factors(Factors* to, const Number* from, int64_t count) {
   to[count / 2] = 0;
@@ -163,6 +165,9 @@ inline void add_products(Floats& sums, Factors factors, Pairs pairs) {
   const Words repeated = factors - Words{};
   sums = (Floats)_mm512_dpbf16_ps((__m512)sums, (__m512bh)repeated, (__m512bh)pairs);
 }
+inline void add_part(Floats& sums, Factors factors, int, Pairs pairs) {
+  add_products(sums, factors, pairs);
+}
 
 #else
 
@@ -173,9 +178,9 @@ struct Factors {
   float first, second;
 };
 
-constexpr bool kInterleaved = false;
+constexpr int kParts = 2;
 
-inline Pairs load_packed(const Number* from) { return {load(from), load(from + kLanes)}; }
+inline Floats load_part(const Number* from, int part) { return load(from + part * kLanes); }
 inline Pairs load_pairs(const Number* first) { return {load(first), Floats{}}; }
 inline Pairs load_pairs(const Number* first, const Number* second) {
   return {load(first), load(second)};
@@ -189,6 +194,9 @@ inline void store_factors(Factors* to, Floats numbers) { store(&to->first, numbe
 inline void add_products(Floats& sums, Factors factors, const Pairs& pairs) {
   sums += factors.first * pairs.first;
   sums += factors.second * pairs.second;
+}
+inline void add_part(Floats& sums, Factors factors, int part, Floats numbers) {
+  sums += (part ? factors.second : factors.first) * numbers;
 }
 
 #endif
@@ -548,7 +556,8 @@ inline void gate_row(const Number* gate, const Number* up, Number* output, int64
 
 constexpr int kVectors = 4;  // vectors of a block of outputs, whose weights lie side by side
 constexpr int kBlock = kVectors * kLanes;
-constexpr int kMostRows = kLanes == 16 ? 6 : 2;  // rows multiplied at once, by what registers hold
+constexpr int kMostRows = 6;  // rows multiplied at once
+constexpr int kRegisters = kLanes == 16 ? 32 : 16;
 constexpr int kLine = 64;  // bytes of a line of the cache
 
 struct Product {
@@ -559,32 +568,45 @@ struct Product {
   int64_t rows, pairs, num_outputs;
 };
 
-// Multiplies NUM rows with the weights of a block, and meanwhile fetches those of the next one into
-// the cache from `next` on, `bytes` for each pair.
-template <int NUM>
-void multiply_rows(const Product& p, int64_t block, int64_t row, const char* next, int64_t bytes) {
-  const int64_t begin = block * kBlock, left = p.num_outputs - begin;
-  float biases[kBlock] = {};
-  if (p.bias) std::memcpy(biases, p.bias + begin, (left < kBlock ? left : kBlock) * sizeof(float));
-  Floats sums[NUM][kVectors];
+// Multiplies NUM rows with the weights of VECTORS vectors of a block, and meanwhile fetches those of
+// the next one into the cache from `next` on, `bytes` for each pair.
+template <int NUM, int VECTORS>
+void multiply_vectors(const Product& p, int64_t block, int vector, int64_t row, const char* next,
+                      int64_t bytes) {
+  constexpr int size = VECTORS * kLanes;
+  const int64_t begin = block * kBlock + vector * kLanes, left = p.num_outputs - begin;
+  if (left <= 0) return;
+  float biases[size] = {};
+  if (p.bias) std::memcpy(biases, p.bias + begin, (left < size ? left : size) * sizeof(float));
+  Floats sums[NUM][VECTORS];
   for (int r = 0; r < NUM; ++r)
-    for (int v = 0; v < kVectors; ++v) sums[r][v] = load(biases + v * kLanes);
-  const Number* weights = p.weights + begin * p.pairs * 2;
+    for (int v = 0; v < VECTORS; ++v) sums[r][v] = load(biases + v * kLanes);
+  const Number* weights = p.weights + (block * p.pairs * kVectors + vector) * 2 * kLanes;
   const Factors* inputs = p.inputs + row * p.pairs;
   for (int64_t pair = 0; pair < p.pairs; ++pair, weights += 2 * kBlock, next += bytes) {
-    Pairs pairs[kVectors];
-    for (int v = 0; v < kVectors; ++v) pairs[v] = load_packed(weights + v * 2 * kLanes);
     for (int64_t line = 0; line < bytes; line += kLine) __builtin_prefetch(next + line, 0, 2);
-    for (int r = 0; r < NUM; ++r)
-      for (int v = 0; v < kVectors; ++v)
-        add_products(sums[r][v], inputs[r * p.pairs + pair], pairs[v]);
+    for (int part = 0; part < kParts; ++part) {
+      decltype(load_part(weights, part)) numbers[VECTORS];
+      for (int v = 0; v < VECTORS; ++v) numbers[v] = load_part(weights + v * 2 * kLanes, part);
+      for (int r = 0; r < NUM; ++r)
+        for (int v = 0; v < VECTORS; ++v)
+          add_part(sums[r][v], inputs[r * p.pairs + pair], part, numbers[v]);
+    }
   }
   for (int r = 0; r < NUM; ++r) {
-    Number outputs[kBlock], *to = p.outputs + (row + r) * p.num_outputs + begin;
-    for (int v = 0; v < kVectors; ++v)
-      store(left < kBlock ? outputs + v * kLanes : to + v * kLanes, sums[r][v]);
-    if (left < kBlock) std::memcpy(to, outputs, left * sizeof(Number));
+    Number outputs[size], *to = p.outputs + (row + r) * p.num_outputs + begin;
+    for (int v = 0; v < VECTORS; ++v)
+      store(left < size ? outputs + v * kLanes : to + v * kLanes, sums[r][v]);
+    if (left < size) std::memcpy(to, outputs, left * sizeof(Number));
   }
+}
+
+// Multiplies NUM rows with a block, as many vectors at once as registers hold the sums of.
+template <int NUM>
+void multiply_rows(const Product& p, int64_t block, int64_t row, const char* next, int64_t bytes) {
+  constexpr int at_once = NUM * kVectors < kRegisters ? kVectors : kVectors / 2;
+  for (int vector = 0; vector < kVectors; vector += at_once, bytes = 0)
+    multiply_vectors<NUM, at_once>(p, block, vector, row, next, bytes);
 }
 
 typedef void (*MultiplyRows)(const Product&, int64_t, int64_t, const char*, int64_t);
@@ -680,9 +702,9 @@ void marsray_pack(const Number* weights, Number* packed, int64_t num_outputs, in
 #pragma omp parallel for num_threads(num_threads) schedule(static)
   for (int64_t i = 0; i < size; ++i) {
     const int64_t block = i / (num_inputs * kBlock), vector = i / (2 * kLanes) % kVectors;
-    const int64_t lane = kInterleaved ? i / 2 % kLanes : i % kLanes;
+    const int64_t lane = kParts == 1 ? i / 2 % kLanes : i % kLanes;
     const int64_t input = i / (2 * kBlock) % (num_inputs / 2) * 2 +
-                          (kInterleaved ? i % 2 : i / kLanes % 2);
+                          (kParts == 1 ? i % 2 : i / kLanes % 2);
     const int64_t output = block * kBlock + vector * kLanes + lane;
     packed[i] = output < num_outputs ? weights[output * num_inputs + input] : 0;
   }
