@@ -49,6 +49,9 @@ other programs held up the measurement; by less, the speed of machines drifts.""
 _FEWER_ROWS = 0.75
 """Share of the rows at the last choice, or of those that came since, below which it is no longer
 right."""
+_MOST_TRIES = 16
+"""Most steps for which no masks are chosen, so that the time of one without masks can be noted:
+prompts may leave none."""
 
 
 class WindowChooser:
@@ -81,7 +84,7 @@ class WindowChooser:
             max_window: most masks of a row, or of one of its outcomes.
             clock: returns seconds; times the choices.
         """
-        self._times = times
+        self._times = self._measured = times
         self._clock, self._choosing_s = clock, _CHOOSING_S
         self._max_window = max_window
         self._acceptance = AcceptanceStatistics(max_window)
@@ -93,6 +96,7 @@ class WindowChooser:
         self._interval = self._num_kept = self._other_positions = self._num_rows = 0
         self._feeds_masks = False  # by the last choice
         self._tries_none = False  # until a step without masks is noted
+        self._num_tries = 0  # steps since then
         self._seen_s = dict[int, float]()  # by positions, once the measured times are dropped
         self._choice_s = 0.0  # seconds of choosing a sampled token, in the last steps
         self._sampling_s = 0.0  # the same for a position of any row
@@ -111,7 +115,8 @@ class WindowChooser:
         longer.
 
         From then on, times are those of steps that proved the times before them wrong, beginning
-        with that step and one without masks.
+        with that step and one without masks. Where no such step comes soon, the measured times hold
+        again.
         """
         seconds = max(seconds, 1e-6)
         positions = sum(row.num_positions for row in rows)
@@ -120,19 +125,30 @@ class WindowChooser:
         factor = self._times.at(positions, cached_tokens, has_masks) / seconds
         is_wrong = factor >= _FAR_OFF or (self._seen_s and factor <= 1 / _FAR_OFF)
         is_wanted = self._tries_none and not has_masks
-        if not (is_wanted or (is_wrong and (has_masks or self._seen_s))):
-            return
-        if all(row.reads_logits and row.num_tokens <= self._max_window + 1 for row in rows):
-            for size, before_s in self._seen_s.items():
-                # Wider steps take no less time.
-                ends = (0.0, seconds) if size < positions else (seconds, np.inf)
-                self._seen_s[size] = float(np.clip(before_s, *ends))
-            self._seen_s[positions] = seconds
-            sizes = sorted(self._seen_s)
-            table = tuple((self._seen_s[size],) for size in sizes)
-            self._times = StepTimes(tuple(sizes), (0,), table)
+        is_new = is_wanted or (is_wrong and (has_masks or self._seen_s))
+        if is_new and all(
+            row.reads_logits and row.num_tokens <= self._max_window + 1 for row in rows
+        ):
+            self._see(positions, seconds)
             self._tries_none = has_masks
+        self._num_tries = self._num_tries + 1 if self._tries_none else 0
+        if self._num_tries > _MOST_TRIES:
+            if len(self._seen_s) == 1:  # by one time, masks would be free
+                self._times, self._seen_s = self._measured, {}
+            self._tries_none, self._num_tries = False, 0
             self.expire()
+
+    def _see(self, positions: int, seconds: float) -> None:
+        """Replace the measured times by those that were seen, of which this is one."""
+        for size, before_s in self._seen_s.items():
+            # Wider steps take no less time.
+            ends = (0.0, seconds) if size < positions else (seconds, np.inf)
+            self._seen_s[size] = float(np.clip(before_s, *ends))
+        self._seen_s[positions] = seconds
+        sizes = sorted(self._seen_s)
+        table = tuple((self._seen_s[size],) for size in sizes)
+        self._times = StepTimes(tuple(sizes), (0,), table)
+        self.expire()
 
     def forget(self, request_id: str) -> None:
         """Drop the state of a request that has ended; an unknown request is ignored."""

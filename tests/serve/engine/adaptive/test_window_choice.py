@@ -14,6 +14,7 @@ from mars_platform.method.mode import Mode
 from mars_serve.engine.adaptive.window_choice import WindowChooser
 from mars_serve.engine.decoding_options import Outcomes, Sampling
 from mars_serve.engine.request import Draft, Request
+from mars_serve.engine.scheduled_row import ScheduledRow
 
 Floats = NDArray[np.float64]
 MAX_WINDOW = 4
@@ -326,6 +327,23 @@ def test_times_without_masks_alone_say_nothing_of_masks() -> None:
     chooser.note_step([make_row(rows[0], 1, (MAX_WINDOW,))], 0.900)  # far longer than seen so far
     chooser.note_step([make_row(rows[0], 1)], 0.110)
     assert windows_of(chooser, rows) == [0]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        make_row(make_request("prompt", 200), 200, reads_logits=False),
+        make_row(make_request("pinned", [5], 10**9, window=2), 1, (2,)),
+    ],
+)
+def test_rows_get_masks_again_where_no_step_tells_the_time_without(other: ScheduledRow) -> None:
+    chooser, rows = chooser_of(step_times({1: 0.380, 64: 0.385, 256: 0.580})), make_rows(8)
+    for _ in range(2):  # the times that are wrong are found to be so once more
+        assert min(windows_of(chooser, rows)) == MAX_WINDOW
+        chooser.note_step([make_row(row, 1, (MAX_WINDOW,)) for row in rows], 0.050)
+        for _ in range(16):
+            assert not any(windows_of(chooser, rows))
+            chooser.note_step([*(make_row(row, 1) for row in rows), other], 0.050)
 
 
 def test_times_that_prompts_or_drift_seem_to_contradict_stay() -> None:
