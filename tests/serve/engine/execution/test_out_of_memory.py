@@ -33,9 +33,9 @@ class Memory:
         """Tensors that a pass which did not fit had made before."""
 
     def limit(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Return a copy of a model whose second layer allocates this memory in its MLP."""
+        """Return a copy of a model that allocates this memory behind its layers."""
         model = copy.deepcopy(model)
-        model.model.layers[1].mlp.down_proj.register_forward_pre_hook(
+        model.model.norm.register_forward_pre_hook(  # engines replace layers and their parts
             lambda _module, inputs: self._allocate(inputs[0])  # a method would be copied with it
         )
         return model
