@@ -134,6 +134,13 @@ def test_mask_and_padding_are_never_emitted(tiny_model: Models, make_engine: Eng
         assert passes[request.id] == oracle(model, request, special, mask=mask)
 
 
+def test_all_tokens_that_are_never_emitted_have_logits(
+    tiny_model: Models, make_engine: Engines
+) -> None:
+    with pytest.raises(AssertionError, match="banned tokens have logits"):
+        make_engine(tiny_model("qwen2"), SpecialTokens(frozenset(), frozenset({MASK, 10**6})))
+
+
 # Cancelling
 
 STAGES: dict[str, Callable[[Request], bool]] = {

@@ -159,7 +159,9 @@ class NativeAttention:
         counts = [-(-(row.num_cached + row.num_tokens) // self.page_size) for row in rows]
         table = np.zeros((len(rows), max(counts, default=0)), dtype=np.int64)
         for each, count, row in zip(table, counts, rows, strict=True):
-            each[:count] = self._layers.pages(row)[:count]
+            pages = self._layers.pages(row)
+            assert len(pages) >= count, "a row has pages for all its tokens"
+            each[:count] = pages[:count]
         return table
 
     def _tiles(self, rows: Sequence[BatchRow]) -> NDArray[np.int64]:

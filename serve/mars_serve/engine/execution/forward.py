@@ -148,9 +148,10 @@ class ModelRunner:
         if batch_invariant:
             tile_linears(model, _TILE)
         self.model, self.adapters, self._native = model, step_adapters(model), native
-        self._banned = torch.tensor(
-            sorted(special.never_emitted), dtype=torch.long, device=model.device
-        )
+        banned = sorted(special.never_emitted)
+        # A function of C++ writes to their logits without looking.
+        assert set(banned) <= set(range(probe.logits.shape[-1])), "banned tokens have logits"
+        self._banned = torch.tensor(banned, dtype=torch.long, device=model.device)
         self._graphed: GraphedForward | None = None  # unless attention reads pages in place
         if isinstance(attention, InPlace):
             self._graphed = GraphedForward(model, attention, self._banned, states)
