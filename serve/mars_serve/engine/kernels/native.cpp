@@ -6,9 +6,10 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <new>
 #include <vector>
 
-#ifdef __AVX2__
+#ifdef __AVX__
 #include <immintrin.h>
 #endif
 
@@ -79,6 +80,18 @@ inline Floats load(const float* from) { return *reinterpret_cast<const Floats*>(
 inline void store(float* to, Floats numbers) { *reinterpret_cast<Floats*>(to) = numbers; }
 inline Floats all(float number) { return number - Floats{}; }
 
+// one * other + sum. Compilers decide by the code around it whether to round once or twice, and for
+// some processors prefer two slower instructions, so it is spelt out where they have one.
+inline Floats multiply_add(Floats one, Floats other, Floats sum) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)one, (__m512)other, (__m512)sum);
+#elif defined(__FMA__)
+  return (Floats)_mm256_fmadd_ps((__m256)one, (__m256)other, (__m256)sum);
+#else
+  return one * other + sum;
+#endif
+}
+
 inline float sum(Floats numbers) {
 #ifdef __AVX512F__
   return _mm512_reduce_add_ps((__m512)numbers);
@@ -132,7 +145,7 @@ inline Floats power_of_two(Floats x) {
   // Adding 1.5 * 2^23 leaves whole numbers in the last bits, where 127 makes them exponents.
   const Floats biased = x + (12582912.0f + 127), rest = x - (biased - (12582912.0f + 127));
   Floats series = all(kPowerSeries[0]);
-  for (int i = 1; i <= kPowerDegree; ++i) series = series * rest + kPowerSeries[i];
+  for (int i = 1; i <= kPowerDegree; ++i) series = multiply_add(series, rest, all(kPowerSeries[i]));
   return series * (Floats)((Words)biased << 23);
 }
 
@@ -192,11 +205,11 @@ inline void set_factors(Factors* to, const Number* from, int64_t count) {
 }
 inline void store_factors(Factors* to, Floats numbers) { store(&to->first, numbers); }
 inline void add_products(Floats& sums, Factors factors, const Pairs& pairs) {
-  sums += factors.first * pairs.first;
-  sums += factors.second * pairs.second;
+  sums = multiply_add(all(factors.first), pairs.first, sums);
+  sums = multiply_add(all(factors.second), pairs.second, sums);
 }
 inline void add_part(Floats& sums, Factors factors, int part, Floats numbers) {
-  sums += (part ? factors.second : factors.first) * numbers;
+  sums = multiply_add(all(part ? factors.second : factors.first), numbers, sums);
 }
 
 #endif
@@ -338,13 +351,13 @@ inline void find_weights(const Block& block, Tile& tile, int64_t first, Finding<
     store(&found.scales[q], power_of_two(load(&found.scales[q]) - load(&bases[q])));
   for (int q = 0; q < NUM; ++q) {
     float* totals = &tile.totals[(first + q) * kLanes];
-    Floats total = load(totals) * found.scales[q];
+    Floats total = {};
     for (int group = 0; group < block.num_groups; ++group) {
       const Floats weight = power_of_two(load(&found.scores[q][group * kLanes]) - bases[q]);
       total += weight;
       store_factors(&found.weights[q][group * kLanes / 2], weight);
     }
-    store(totals, total);
+    store(totals, multiply_add(load(totals), all(found.scales[q]), total));
   }
 }
 
@@ -505,7 +518,8 @@ void attend_tile(const Arguments& a, Range positions, int64_t head, Range query_
 inline float root_mean_square(const Number* row, int64_t size, float epsilon) {
   Floats squares = {};
   int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) squares += load(row + i) * load(row + i);
+  for (; i + kLanes <= size; i += kLanes)
+    squares = multiply_add(load(row + i), load(row + i), squares);
   float total = sum(squares);
   for (; i < size; ++i) total += load_one(row + i) * load_one(row + i);
   return std::sqrt(total / size + epsilon);
@@ -666,13 +680,27 @@ int64_t place_of_largest(const std::vector<float>& row) {
 
 constexpr int kFewRows = 4;  // rows for which starting threads takes longer than it saves
 
+// Runs an action; returns 1 if memory is short for it, and else 0. No exception may leave a thread.
+template <typename Action>
+int is_short(const Action& action) {
+  try {
+    action();
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+}
+
 }  // namespace
 
 extern "C" {
 
-void marsray_attend(const AttentionArguments* arguments) {
+// Functions that return a number return 0, or 1 if memory is short.
+
+int marsray_attend(const AttentionArguments* arguments) {
   const Arguments& a = *arguments;
-#pragma omp parallel num_threads(a.num_threads)
+  int failed = 0;
+#pragma omp parallel num_threads(a.num_threads) reduction(| : failed)
   {
     if (a.writes_pages) {
 #pragma omp for schedule(static)
@@ -689,9 +717,11 @@ void marsray_attend(const AttentionArguments* arguments) {
       const int64_t head = i / cuts % a.kv_heads, cut = i % cuts;
       const Range query_heads = {head * per_kv + cut * per_kv / cuts,
                                  head * per_kv + (cut + 1) * per_kv / cuts};
-      attend_tile(a, {positions[0], positions[1]}, head, query_heads, tile);
+      failed |= is_short(
+          [&] { attend_tile(a, {positions[0], positions[1]}, head, query_heads, tile); });
     }
   }
+  return failed;
 }
 
 // Packs the weights of a linear layer, [outputs, inputs], as `Product` has them, in which outputs are
@@ -712,30 +742,32 @@ void marsray_pack(const Number* weights, Number* packed, int64_t num_outputs, in
 
 // Multiplies rows, [rows, inputs], of which there are an even number, with packed weights, and adds
 // the bias, [outputs], unless it is null: [rows, outputs].
-void marsray_multiply(const Number* inputs, const Number* packed, const float* bias,
-                      Number* outputs, int64_t rows, int64_t num_inputs, int64_t num_outputs,
-                      int num_threads) {
+int marsray_multiply(const Number* inputs, const Number* packed, const float* bias,
+                     Number* outputs, int64_t rows, int64_t num_inputs, int64_t num_outputs,
+                     int num_threads) {
   const int64_t pairs = num_inputs / 2;
   const bool are_factors = sizeof(Factors) == 2 * sizeof(Number);
-  std::vector<Factors> factors(are_factors ? 0 : rows * pairs + 1);
+  std::vector<Factors> factors;
+  if (is_short([&] { factors.resize(are_factors ? 0 : rows * pairs + 1); })) return 1;
   if (!are_factors) set_factors(factors.data(), inputs, rows * num_inputs);
   const Factors* own = are_factors ? reinterpret_cast<const Factors*>(inputs) : factors.data();
   const Product product = {own, packed, bias, outputs, rows, pairs, num_outputs};
   const int64_t blocks = rows ? (num_outputs + kBlock - 1) / kBlock : 0;
 #pragma omp parallel for num_threads(num_threads) schedule(static)
   for (int64_t block = 0; block < blocks; ++block) multiply_block(product, block);
+  return 0;
 }
 
 // Proposes the likeliest token that is not banned behind each row of logits, [rows, size], with its
 // probability among all where that is wanted, [rows], and else with 1, or NaN if it is not finite.
-void marsray_propose(const Number* logits, const int64_t* banned, const bool* wanted,
-                     Proposal* proposals, int64_t num_banned, int64_t rows, int64_t size,
-                     int num_threads) {
-#pragma omp parallel num_threads(num_threads) if (rows > 1)
+int marsray_propose(const Number* logits, const int64_t* banned, const bool* wanted,
+                    Proposal* proposals, int64_t num_banned, int64_t rows, int64_t size,
+                    int num_threads) {
+  int failed = 0;
+#pragma omp parallel num_threads(num_threads) reduction(| : failed) if (rows > 1)
   {
     std::vector<float> row, allowed;
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < rows; ++i) {
+    const auto propose = [&](int64_t i) {
       row.assign((size + kLanes - 1) / kLanes * kLanes, -INFINITY);
       int64_t at = 0;
       for (const Number* own = logits + i * size; at < size; ++at) row[at] = load_one(own + at);
@@ -744,8 +776,11 @@ void marsray_propose(const Number* logits, const int64_t* banned, const bool* wa
       const int64_t token = place_of_largest(allowed);
       const float one = allowed[token] - allowed[token] + 1;
       proposals[i] = {int32_t(token), wanted[i] ? probability_of(row[token], row) : one};
-    }
+    };
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < rows; ++i) failed |= is_short([&] { propose(i); });
   }
+  return failed;
 }
 
 // Norms rows by their root mean square, [rows, size]; with `added`, their sums with its rows, which

@@ -79,9 +79,10 @@ class Native:
         self._multiply.argtypes = [*[_POINTER] * 4, *[_COUNT] * 3, _INT]
         self._propose = library.marsray_propose
         self._propose.argtypes = [*[_POINTER] * 4, *[_COUNT] * 3, _INT]
-        own = self._attend, self._norm, self._rotate, self._gate, self._pack, self._multiply
-        for function in (*own, self._propose):
+        for function in (self._norm, self._rotate, self._gate, self._pack):
             function.restype = None
+        for function in (self._attend, self._multiply, self._propose):
+            function.restype = _check_memory
 
     def attend(self, arguments: AttentionArguments) -> None:
         """Attend in one layer, whose tensors the caller holds."""
@@ -200,6 +201,11 @@ class Native:
         pointers = inputs.data_ptr(), outputs.data_ptr()
         self._gate(*pointers, count, size, torch.get_num_threads())
         return outputs
+
+
+def _check_memory(failed: int) -> None:
+    if failed:
+        raise MemoryError("there is no memory left for a function of C++")
 
 
 def native_for(device: torch.device, dtype: torch.dtype) -> Native | None:

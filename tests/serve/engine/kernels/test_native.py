@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -199,6 +201,40 @@ def test_attention_of_a_row_depends_on_no_other_row_and_no_number_of_threads(
     end = step.batch.rows[1].start
     assert torch.equal(expected[:end], changed[:end])
     assert changed[end:].isnan().all()
+
+
+@contextmanager
+def memory_left(num_bytes: int) -> Iterator[None]:
+    """Let this process allocate so many bytes more."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = num_pages * resource.getpagesize() + num_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (most, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def test_short_memory_is_an_error_in_each_thread(native: Native, dtype: torch.dtype) -> None:
+    logits, wanted = torch.zeros(2, 2**24, dtype=dtype), np.array([True, True])
+    with threads(2), memory_left(2**25), pytest.raises(MemoryError, match="a function of C"):
+        native.propose(logits, torch.tensor([0]), wanted)
+    step = AttentionStep([(0, 1, (0,))], CPU, dtype, num_heads=96, num_kv_heads=1, head_dim=2**18)
+    sizes = {"num_pages": step.num_pages, "page_size": step.page_size}
+    attention = NativeAttention(step.group, native=native, **sizes, **step.types)
+    cached = [part.transpose(2, 3) for part in (attention.keys, attention.values)]
+    with memory_left(110 * 2**20), pytest.raises(MemoryError, match="a function of C"):
+        step.attend(attention, cached)
+
+
+def test_a_row_has_pages_for_all_its_tokens(native: Native, dtype: torch.dtype) -> None:
+    step = AttentionStep([(90, 1, (0,))], CPU, dtype)
+    sizes = {"num_pages": step.num_pages, "page_size": step.page_size}
+    attention = NativeAttention(step.group, native=native, **sizes, **step.types)
+    del step.batch.rows[0].pages[1:]
+    with pytest.raises(AssertionError, match="pages for all its tokens"):
+        attention.prepare(step.batch)
 
 
 # Compilation
