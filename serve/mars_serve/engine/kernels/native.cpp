@@ -9,6 +9,8 @@
 #include <new>
 #include <vector>
 
+#include "threads.h"
+
 #ifdef __AVX__
 #include <immintrin.h>
 #endif
@@ -678,7 +680,18 @@ int64_t place_of_largest(const std::vector<float>& row) {
   return found;
 }
 
-constexpr int kFewRows = 4;  // rows for which starting threads takes longer than it saves
+constexpr int64_t kPiece = 1 << 13;  // numbers of a piece that takes longer than sharing it out
+constexpr int64_t kBlocks = 4;       // blocks of a piece, which fetches each next one
+
+// Calls body(row) for all rows, in up to num_threads threads if the rows' numbers are worth it.
+template <typename Body>
+void run_rows(int64_t num_threads, int64_t rows, int64_t size, const Body& body) {
+  const int64_t per_piece = size < kPiece ? kPiece / (size ? size : 1) : 1;
+  threads->run(num_threads, (rows + per_piece - 1) / per_piece, [&](int64_t piece) {
+    const int64_t end = (piece + 1) * per_piece;
+    for (int64_t row = piece * per_piece; row < end && row < rows; ++row) body(row);
+  });
+}
 
 // Runs an action; returns 1 if memory is short for it, and else 0. No exception may leave a thread.
 template <typename Action>
@@ -699,28 +712,23 @@ extern "C" {
 
 int marsray_attend(const AttentionArguments* arguments) {
   const Arguments& a = *arguments;
-  int failed = 0;
-#pragma omp parallel num_threads(a.num_threads) reduction(| : failed)
-  {
-    if (a.writes_pages) {
-#pragma omp for schedule(static)
-      for (int64_t position = 0; position < a.num_positions; ++position) write_page(a, position);
-    }
-    // Each query is computed alike however few tiles are cut, so that all threads have some.
-    const int64_t whole = a.num_tiles * a.kv_heads, per_kv = a.heads / a.kv_heads;
-    const int64_t wanted = whole ? (a.num_threads + whole - 1) / whole : 1;
-    const int64_t cuts = wanted < per_kv ? wanted : per_kv;
-    Tile tile;
-#pragma omp for schedule(dynamic)
-    for (int64_t i = 0; i < whole * cuts; ++i) {
-      const int64_t* positions = a.tiles + i / cuts / a.kv_heads * 2;
-      const int64_t head = i / cuts % a.kv_heads, cut = i % cuts;
-      const Range query_heads = {head * per_kv + cut * per_kv / cuts,
-                                 head * per_kv + (cut + 1) * per_kv / cuts};
-      failed |= is_short(
-          [&] { attend_tile(a, {positions[0], positions[1]}, head, query_heads, tile); });
-    }
-  }
+  if (a.writes_pages)
+    run_rows(a.num_threads, a.num_positions, a.kv_heads * (a.key_dim + a.value_dim),
+             [&](int64_t position) { write_page(a, position); });
+  // Each query is computed alike however few tiles are cut, so that all threads have some.
+  const int64_t whole = a.num_tiles * a.kv_heads, per_kv = a.heads / a.kv_heads;
+  const int64_t wanted = whole ? (a.num_threads + whole - 1) / whole : 1;
+  const int64_t cuts = wanted < per_kv ? wanted : per_kv;
+  std::atomic<int> failed{0};
+  threads->run(a.num_threads, whole * cuts, [&](int64_t i) {
+    const int64_t* positions = a.tiles + i / cuts / a.kv_heads * 2;
+    const int64_t head = i / cuts % a.kv_heads, cut = i % cuts;
+    const Range query_heads = {head * per_kv + cut * per_kv / cuts,
+                               head * per_kv + (cut + 1) * per_kv / cuts};
+    static thread_local Tile tile;
+    failed |= is_short(
+        [&] { attend_tile(a, {positions[0], positions[1]}, head, query_heads, tile); });
+  });
   return failed;
 }
 
@@ -729,15 +737,16 @@ int marsray_attend(const AttentionArguments* arguments) {
 void marsray_pack(const Number* weights, Number* packed, int64_t num_outputs, int64_t num_inputs,
                   int num_threads) {
   const int64_t size = (num_outputs + kBlock - 1) / kBlock * kBlock * num_inputs;
-#pragma omp parallel for num_threads(num_threads) schedule(static)
-  for (int64_t i = 0; i < size; ++i) {
-    const int64_t block = i / (num_inputs * kBlock), vector = i / (2 * kLanes) % kVectors;
-    const int64_t lane = kParts == 1 ? i / 2 % kLanes : i % kLanes;
-    const int64_t input = i / (2 * kBlock) % (num_inputs / 2) * 2 +
-                          (kParts == 1 ? i % 2 : i / kLanes % 2);
-    const int64_t output = block * kBlock + vector * kLanes + lane;
-    packed[i] = output < num_outputs ? weights[output * num_inputs + input] : 0;
-  }
+  run_rows(num_threads, size / kBlock, kBlock, [&](int64_t line) {
+    for (int64_t i = line * kBlock; i < (line + 1) * kBlock; ++i) {
+      const int64_t block = i / (num_inputs * kBlock), vector = i / (2 * kLanes) % kVectors;
+      const int64_t lane = kParts == 1 ? i / 2 % kLanes : i % kLanes;
+      const int64_t input = i / (2 * kBlock) % (num_inputs / 2) * 2 +
+                            (kParts == 1 ? i % 2 : i / kLanes % 2);
+      const int64_t output = block * kBlock + vector * kLanes + lane;
+      packed[i] = output < num_outputs ? weights[output * num_inputs + input] : 0;
+    }
+  });
 }
 
 // Multiplies rows, [rows, inputs], of which there are an even number, with packed weights, and adds
@@ -753,8 +762,12 @@ int marsray_multiply(const Number* inputs, const Number* packed, const float* bi
   const Factors* own = are_factors ? reinterpret_cast<const Factors*>(inputs) : factors.data();
   const Product product = {own, packed, bias, outputs, rows, pairs, num_outputs};
   const int64_t blocks = rows ? (num_outputs + kBlock - 1) / kBlock : 0;
-#pragma omp parallel for num_threads(num_threads) schedule(static)
-  for (int64_t block = 0; block < blocks; ++block) multiply_block(product, block);
+  const int64_t pieces = (blocks + kBlocks - 1) / kBlocks;
+  threads->run(num_threads, pieces, [&](int64_t piece) {
+    const int64_t end = (piece + 1) * kBlocks;
+    for (int64_t block = piece * kBlocks; block < end && block < blocks; ++block)
+      multiply_block(product, block);
+  });
   return 0;
 }
 
@@ -763,23 +776,19 @@ int marsray_multiply(const Number* inputs, const Number* packed, const float* bi
 int marsray_propose(const Number* logits, const int64_t* banned, const bool* wanted,
                     Proposal* proposals, int64_t num_banned, int64_t rows, int64_t size,
                     int num_threads) {
-  int failed = 0;
-#pragma omp parallel num_threads(num_threads) reduction(| : failed) if (rows > 1)
-  {
-    std::vector<float> row, allowed;
-    const auto propose = [&](int64_t i) {
-      row.assign((size + kLanes - 1) / kLanes * kLanes, -INFINITY);
-      int64_t at = 0;
-      for (const Number* own = logits + i * size; at < size; ++at) row[at] = load_one(own + at);
-      allowed = row;
-      for (int64_t b = 0; b < num_banned; ++b) allowed[banned[b]] = -INFINITY;
-      const int64_t token = place_of_largest(allowed);
-      const float one = allowed[token] - allowed[token] + 1;
-      proposals[i] = {int32_t(token), wanted[i] ? probability_of(row[token], row) : one};
-    };
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < rows; ++i) failed |= is_short([&] { propose(i); });
-  }
+  std::atomic<int> failed{0};
+  const auto propose = [&](int64_t i) {
+    static thread_local std::vector<float> row, allowed;
+    row.assign((size + kLanes - 1) / kLanes * kLanes, -INFINITY);
+    int64_t at = 0;
+    for (const Number* own = logits + i * size; at < size; ++at) row[at] = load_one(own + at);
+    allowed = row;
+    for (int64_t b = 0; b < num_banned; ++b) allowed[banned[b]] = -INFINITY;
+    const int64_t token = place_of_largest(allowed);
+    const float one = allowed[token] - allowed[token] + 1;
+    proposals[i] = {int32_t(token), wanted[i] ? probability_of(row[token], row) : one};
+  };
+  threads->run(num_threads, rows, [&](int64_t i) { failed |= is_short([&] { propose(i); }); });
   return failed;
 }
 
@@ -787,15 +796,15 @@ int marsray_propose(const Number* logits, const int64_t* banned, const bool* wan
 // are written to `sums`.
 void marsray_norm(const Number* inputs, const Number* added, const float* weight, Number* sums,
                   Number* outputs, int64_t rows, int64_t size, float epsilon, int num_threads) {
-#pragma omp parallel for num_threads(num_threads) schedule(static) if (rows >= kFewRows)
-  for (int64_t begin = 0; begin < rows * size; begin += size) {
+  run_rows(num_threads, rows, size, [&](int64_t i) {
+    const int64_t begin = i * size;
     const Number* row = inputs + begin;
     if (added) {
       add_row(row, added + begin, sums + begin, size);
       row = sums + begin;
     }
     norm_row(row, weight, outputs + begin, size, epsilon);
-  }
+  });
 }
 
 // Rotates the heads of queries and keys, [rows, heads + kv_heads, size] by row_stride, in place, by
@@ -804,24 +813,23 @@ void marsray_rotate(Number* inputs, const Number* cosines, const Number* sines,
                     const float* query_weight, const float* key_weight, int64_t rows,
                     int64_t row_stride, int64_t heads, int64_t kv_heads, int64_t size,
                     float query_epsilon, float key_epsilon, int num_threads) {
-#pragma omp parallel for num_threads(num_threads) schedule(static) if (rows >= kFewRows)
-  for (int64_t row = 0; row < rows; ++row)
+  run_rows(num_threads, rows, (heads + kv_heads) * size, [&](int64_t row) {
     for (int64_t i = 0; i < heads + kv_heads; ++i) {
       Number* head = inputs + row * row_stride + i * size;
       if (query_weight && i < heads) norm_row(head, query_weight, head, size, query_epsilon);
       if (key_weight && i >= heads) norm_row(head, key_weight, head, size, key_epsilon);
       rotate_head(head, cosines + row * size, sines + row * size, size / 2);
     }
+  });
 }
 
 // Multiplies the second halves of rows, [rows, 2 * size], with SiLU of the first: [rows, size].
 void marsray_gate(const Number* inputs, Number* outputs, int64_t rows, int64_t size,
                   int num_threads) {
-#pragma omp parallel for num_threads(num_threads) schedule(static) if (rows >= kFewRows)
-  for (int64_t row = 0; row < rows; ++row) {
+  run_rows(num_threads, rows, size, [&](int64_t row) {
     const Number* gate = inputs + row * 2 * size;
     gate_row(gate, gate + size, outputs + row * size, size);
-  }
+  });
 }
 
 }  // extern "C"

@@ -36,9 +36,10 @@ _MOST_BLOCK = 64
 """Most outputs of a linear layer that lie side by side when they are packed."""
 _NAMES = {torch.bfloat16: "NUMBER_BFLOAT16", torch.float32: "NUMBER_FLOAT32"}
 _SOURCE = Path(__file__).with_name("native.cpp")
-# Sums keep their order and NaN stays NaN, whatever the compiler. The functions' threads are those
-# of torch's own OpenMP, which is found at run time because the library is not linked with another.
-_COMPILE = ["-std=c++17", "-O3", "-march=native", "-fPIC", "-fno-math-errno", "-fno-trapping-math"]
+_HEADER = Path(__file__).with_name("threads.h")
+# Sums keep their order and NaN stays NaN, whatever the compiler.
+_COMPILE = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math"]
+_LIBRARY = ["-fPIC", "-pthread", "-shared"]
 _COMPILE_S = 60.0
 _PROCESSOR = Path("/proc/cpuinfo")
 _LOCK = threading.Lock()  # a thread may compile while another loads weights
@@ -236,7 +237,8 @@ def _find(device: torch.device, dtype: torch.dtype) -> Native | str:
 def _load(command: Sequence[str], kept: Path | None) -> Native | str:
     """Load the functions, and compile them first unless a directory has them."""
     try:
-        parts = _SOURCE.read_text(), command, _run([*command, "--version"]), _processor()
+        sources = _SOURCE.read_text(), _HEADER.read_text()
+        parts = *sources, command, _run([*command, "--version"]), _processor()
         name = f"native-{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.so"
         if kept is not None:
             with suppress(OSError):  # it is missing or damaged
@@ -256,9 +258,8 @@ def _load(command: Sequence[str], kept: Path | None) -> Native | str:
 
 
 def _compile(command: Sequence[str], scratch: Path) -> Path:
-    objects, library = scratch / "native.o", scratch / "native.so"
-    _run([*command, "-fopenmp", "-c", str(_SOURCE), "-o", str(objects)])
-    _run([*command, "-shared", str(objects), "-o", str(library)])
+    library = scratch / "native.so"
+    _run([*command, *_LIBRARY, str(_SOURCE), "-o", str(library)])
     library.chmod(0o700)  # a umask of 0 would let others write to it
     with library.open("rb") as file:
         os.fsync(file.fileno())  # so no half of it is found after a power failure

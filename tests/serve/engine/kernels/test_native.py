@@ -165,7 +165,7 @@ def threads(number: int) -> Iterator[None]:
 def test_a_row_depends_on_no_other_row_and_no_number_of_threads(
     native: Native, dtype: torch.dtype
 ) -> None:
-    inputs, weight = torch.randn(5, 34, dtype=dtype), torch.randn(34)
+    inputs, weight = torch.randn(600, 34, dtype=dtype), torch.randn(34)
 
     def computed(rows: Tensor) -> list[Tensor]:
         turned, rotation = rows.clone(), (inputs[:1].expand(len(rows), -1).contiguous(),) * 2
@@ -180,6 +180,26 @@ def test_a_row_depends_on_no_other_row_and_no_number_of_threads(
     for rows, other, singly in zip(expected, together, alone, strict=True):
         assert torch.equal(rows, other)
         assert torch.equal(rows, torch.cat(singly))
+
+
+def test_callers_do_not_disturb_each_other_nor_a_forked_process(
+    native: Native, dtype: torch.dtype
+) -> None:
+    layer = NativeLinear(nn.Linear(66, 3000, dtype=dtype), native)
+    batches = [torch.randn(num_rows, 66, dtype=dtype) for num_rows in (1, 2, 7, 40)]
+    with threads(1):
+        expected = [layer(batch) for batch in batches]
+
+    def differs(index: int) -> bool:
+        torch.set_num_threads(3)
+        return not torch.equal(layer(batches[index % 4]), expected[index % 4])
+
+    with threads(3), ThreadPoolExecutor(4) as pool:
+        assert not any(pool.map(differs, range(400)))
+        child = os.fork()
+        if child == 0:
+            os._exit(any(map(differs, range(40))))
+        assert os.waitpid(child, 0)[1] == 0
 
 
 def test_attention_of_a_row_depends_on_no_other_row_and_no_number_of_threads(
@@ -252,12 +272,11 @@ esac
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Functions for float32, not optimised and so compiled in little time."""
     path = tmp_path_factory.mktemp("library") / "native.so"
-    source, objects = Path(native_module.__file__).with_name("native.cpp"), path.with_suffix(".o")
-    options = ["-std=c++17", "-fPIC", "-fopenmp", "-DNUMBER_FLOAT32"]
+    source = Path(native_module.__file__).with_name("native.cpp")
+    options = ["-std=c++17", "-fPIC", "-pthread", "-shared", "-DNUMBER_FLOAT32"]
     gxx = shutil.which("g++")
     assert gxx is not None
-    subprocess.run([gxx, *options, "-c", source, "-o", objects], check=True)
-    subprocess.run([gxx, "-shared", objects, "-o", path], check=True)
+    subprocess.run([gxx, *options, source, "-o", path], check=True)
     return path
 
 
