@@ -332,6 +332,18 @@ def test_an_adapter_learns_from_its_model_unless_told_otherwise():
     assert Recipe.model_validate(recipe.model_dump(mode="json")) == recipe
 
 
+def test_a_head_learns_from_its_model_where_that_is_fixed():
+    alone, joint = (
+        Recipe.model_validate(content(stages=[each])).stages[0]
+        for each in (HEAD, HEAD | {"train": "all"})
+    )
+    assert (alone.ar_weight, alone.distillation.weight) == (0.0, 1.0)
+    assert (joint.ar_weight, joint.distillation) == (1.0, None)
+    behind = content(model=scratch(), stages=[{"objective": "mars", "name": "masks"}, HEAD])
+    recipe = Recipe.model_validate(behind)
+    assert Recipe.model_validate(recipe.model_dump(mode="json")) == recipe
+
+
 def test_lora_has_a_rate_of_its_own_unless_told_otherwise():
     found = Recipe.model_validate(content(stages=[LORA, AR, {**LORA, "name": "two"} | SLOW]))
     assert [stage.learning_rate for stage in found.stages] == [2e-4, 5e-6, 1e-5]
@@ -342,6 +354,7 @@ def test_lora_has_a_rate_of_its_own_unless_told_otherwise():
 AR = {"objective": "ar"}
 ADAPTED = {"objective": "mars", "adapter": {}}
 LORA = {"objective": "ar", "name": "lora", "lora": {}}
+HEAD = {"objective": "mars", "draft_head": {}, "train": "head"}
 SLOW = {"learning_rate": 1e-5}
 SEPARATE = {**LORA, "lora": {"merge": False}}
 FOUR_BITS = {**LORA, "lora": {"quantization": "nf4"}}
@@ -360,6 +373,13 @@ SHARDED = {"use_gpu": True, "strategy": "fsdp2", "num_workers": 2}
         ({"model": scratch(), "stages": [LORA]}, "stages.0.lora: a new model has learned"),
         ({"stages": [FOUR_BITS]}, "stages.0.lora.quantization: weights of 4 bits are trained"),
         ({"stages": [FOUR_BITS], "scaling": SHARDED}, "quantization: fsdp2 does not shard"),
+        ({"stages": [HEAD], "model": scratch()}, "stages: a new model has no masks beside which"),
+        ({"stages": [HEAD], "compile": True}, "compile: a head alone is trained without it"),
+        ({"stages": [HEAD | {"adapter": {}}]}, "stages.0: adapter: a head alone is trained beside"),
+        ({"stages": [HEAD | {"ar_weight": 1}]}, "stages.0: ar_weight: a head alone is trained"),
+        ({"stages": stages(train="head")}, "stages.0: train: there is no head to train; set draft"),
+        ({"stages": stages(draft_head={}, lora={})}, "stages.0: lora: is not trained with a draft"),
+        ({"stages": stages(draft_head={"kind": "gru"})}, "stages.0.draft_head.kind: "),
         ({"stages": stages(adapter={"rank": 0})}, "stages.0.adapter.rank: "),
         ({"stages": stages(adapter={"applies_to": "all"})}, "stages.0.adapter.applies_to: "),
         ({"stages": stages(adapter={"target_modules": []})}, "stages.0.adapter.target_modules: "),

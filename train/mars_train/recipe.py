@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from mars_platform.checkpoint.adapter.settings import AdapterSettings, LoraSettings
+from mars_platform.checkpoint.metadata import DraftHeadSettings
 from mars_platform.cluster.settings import ClusterSettings
 from mars_platform.config import Settings
 from mars_platform.data.shapes import Column
@@ -22,7 +23,7 @@ _OF_TOKENIZER = {"vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"}
 _OTHER_CONTENT = {"data", "ray", "start"}
 """Names beside those of the stages in a run's directories; ``start-NAME`` is another."""
 _OF_ADAPTERS = {"ar_weight": 0.0, "distillation": {"weight": 1.0}, "learning_rate": 2e-4}
-"""Defaults of a stage that trains a draft adapter: its teacher is the model that it belongs to."""
+"""Defaults of a stage that leaves the model as it is, which teaches what is trained beside it."""
 _MOST_TOKENS = 64
 """Largest block."""
 
@@ -176,6 +177,13 @@ class OnPolicy(Settings):
     """Share of the stage's steps, the last ones, in which masks learn from drafts."""
 
 
+class DraftHeadTraining(DraftHeadSettings):
+    """A draft head to train: weights by which a mask's draft depends on the token before it."""
+
+    learning_rate: float = Field(default=2e-3, gt=0)
+    """Peak learning rate of these weights, in the schedule of the stage's own."""
+
+
 class MarsStage(_TrainedStage):
     """MARS: the noisy stream's loss beside the AR loss (arXiv 2604.07023, section 3.2)."""
 
@@ -187,7 +195,7 @@ class MarsStage(_TrainedStage):
     """Block size B, in tokens, 1 to 64. Of a list such as [4, 8, 16] a size is drawn for each
     conversation and epoch, and the largest is the model's."""
     ar_weight: float = Field(default=1.0, ge=0)
-    """Weight of the clean stream's AR loss; always 0 with an adapter, which leaves it as it is."""
+    """Weight of the clean stream's AR loss; always 0 where the model itself is left as it is."""
     depth_decay: float = Field(default=1.0, gt=0, le=1)
     """Factor γ of the loss behind d masks, which counts γ^(d-1); 1 weighs all depths alike."""
     distillation: Distillation | None = None
@@ -202,6 +210,12 @@ class MarsStage(_TrainedStage):
     """Weights to train beside the model's own, which act at masks only (a draft adapter); null to
     train the model itself."""
 
+    draft_head: DraftHeadTraining | None = None
+    """Weights by which a mask's draft depends on the token before it (a draft head), beside an
+    adapter or the whole model; null for none."""
+    train: Literal["all", "head"] = "all"
+    """head trains the draft head alone, beside a model whose masks are trained already."""
+
     @property
     def block_sizes(self) -> tuple[int, ...]:
         """Block sizes that a conversation's is drawn from, ascending."""
@@ -209,10 +223,11 @@ class MarsStage(_TrainedStage):
 
     @model_validator(mode="before")
     @classmethod
-    def _defaults_of_an_adapter(cls, content: Any) -> Any:
-        if not isinstance(content, dict) or content.get("adapter") is None:
+    def _defaults_beside_a_fixed_model(cls, content: Any) -> Any:
+        if not isinstance(content, dict):
             return content
-        return {**_OF_ADAPTERS, **content}
+        is_fixed = content.get("adapter") is not None or content.get("train") == "head"
+        return {**_OF_ADAPTERS, **content} if is_fixed else content
 
     @model_validator(mode="after")
     def _adapter_leaves_the_ar_loss(self) -> MarsStage:
@@ -225,6 +240,20 @@ class MarsStage(_TrainedStage):
             raise ValueError(
                 "ar_weight: an adapter does not change the AR loss; leave the weight out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _draft_head_has_its_masks(self) -> MarsStage:
+        if self.draft_head is None:
+            if self.train == "head":
+                raise ValueError("train: there is no head to train; set draft_head")
+            return self
+        for key in ("lora", "on_policy"):
+            if getattr(self, key) is not None:
+                raise ValueError(f"{key}: is not trained with a draft head; leave one of them out")
+        if self.train == "head" and (self.adapter is not None or self.ar_weight):
+            key = "ar_weight" if self.adapter is None else "adapter"
+            raise ValueError(f"{key}: a head alone is trained beside a fixed model; leave it out")
         return self
 
 
@@ -426,6 +455,12 @@ class Recipe(Settings):
         """The stages that train the model."""
         return [stage for stage in self.stages if not isinstance(stage, GenerateStage)]
 
+    @property
+    def begins_with_head(self) -> bool:
+        """Whether masks are trained by nothing before the first head that is trained alone."""
+        of_masks = [stage for stage in self.stages if isinstance(stage, MarsStage)]
+        return bool(of_masks) and of_masks[0].train == "head"
+
     def differences(self, other: Recipe) -> list[str]:
         """Return the top-level settings that would make another recipe train another model."""
         ours, theirs = (item.model_dump(mode="json", exclude=_MAY_CHANGE) for item in (self, other))
@@ -449,6 +484,18 @@ class Recipe(Settings):
                     f"stages.{index}.block_size: {stage.block_sizes[-1]} exceeds data.max_length = "
                     f"{self.data.max_length}; make it smaller"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _head_has_its_masks(self) -> Recipe:
+        if self.begins_with_head and self.model.base is None:
+            raise ValueError(
+                "stages: a new model has no masks beside which a head could be trained alone; put "
+                "a stage of objective mars with train: all first"
+            )
+        alone = [s for s in self.stages if isinstance(s, MarsStage) and s.train == "head"]
+        if alone and self.compile:
+            raise ValueError("compile: a head alone is trained without it; leave it out")
         return self
 
     @model_validator(mode="after")

@@ -91,6 +91,7 @@ def test_the_example_is_laid_out_as_drawn():
     assert layout.labels.tolist() == [13, 14, 15, 16, 17]
     assert layout.clean_sources.tolist() == [2, 3, 4, 5, 6]
     assert layout.noisy_sources.tolist() == [2, 7, 8, 9, 10]
+    assert layout.previous.tolist() == [12, 13, 14, 15, 16]
     assert layout.depths.tolist() == [0, 1, 1, 2, 3]
     batch = collate([[layout]], PAD)
     visible = visibility(batch.documents, batch.position_ids, batch.blocks, batch.noisy)

@@ -10,6 +10,9 @@ import torch.nn.functional as F
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import mars_train.method.objective as objective_module
+from decoding.adapters import with_random_head
+from mars_platform.checkpoint.adapter.draft_head import attach_draft_head, draft_head_of
+from mars_platform.checkpoint.metadata import DraftHeadSettings
 from mars_train.method.layout import collate, lay_out, pack
 from mars_train.method.objective import MaskLoss, Objective
 
@@ -80,12 +83,21 @@ def batch_of(items):
 class Naive:
     """The loss of one conversation, from a plain forward pass over each prediction's own prefix."""
 
-    def __init__(self, model, item, loss, on_policy):
+    def __init__(self, model, item, loss, on_policy, plain_share=0.0):
         self.model, self.item, self.loss, self.on_policy = model, item, loss, on_policy
+        self.plain_share = plain_share
 
     def last(self, tokens):
         """Return the logits behind some tokens."""
         return self.model(torch.tensor([tokens])).logits[0, -1]
+
+    def added(self, tokens, previous):
+        """Return what the draft head adds to the logits behind some tokens; 0 without a head."""
+        if (head := draft_head_of(self.model)) is None:
+            return 0.0
+        hidden = self.model.model(torch.tensor([tokens])).last_hidden_state[0, -1:]
+        rows = head.previous[previous] * torch.sigmoid(head.gate @ hidden[0])
+        return head.following @ rows
 
     def hidden_token(self, position):
         return MASK if self.item.supervised[position] else self.item.ids[position]
@@ -123,18 +135,20 @@ class Naive:
                 teacher = self.last(item.ids[:begin] + drafts)
                 share, soft = 1.0, True
             teacher = teacher.detach()
-            if soft:
-                p = teacher.softmax(-1)
-                taught = (p * (p.log() - ours.log_softmax(-1))).sum()
-            else:
-                taught = F.cross_entropy(ours, teacher.argmax())
-            value = (1 - share) * F.cross_entropy(ours, label) + share * taught
-            noisy = noisy + loss.depth_decay ** (depth - 1) * value
+            added = self.added(item.ids[:begin] + masks, item.ids[position - 1])
+            for part, logits in [(1 - self.plain_share, ours + added), (self.plain_share, ours)]:
+                if soft:
+                    p = teacher.softmax(-1)
+                    taught = (p * (p.log() - logits.log_softmax(-1))).sum()
+                else:
+                    taught = F.cross_entropy(logits, teacher.argmax())
+                value = (1 - share) * F.cross_entropy(logits, label) + share * taught
+                noisy = noisy + part * loss.depth_decay ** (depth - 1) * value
         return clean, noisy
 
 
-def naive_sums(model, items, loss, on_policy):
-    pairs = [Naive(model, item, loss, on_policy).sums() for item in items]
+def naive_sums(model, items, loss, on_policy, plain_share=0.0):
+    pairs = [Naive(model, item, loss, on_policy, plain_share).sums() for item in items]
     return sum(clean for clean, _ in pairs), sum(noisy for _, noisy in pairs)
 
 
@@ -195,6 +209,29 @@ def test_logits_in_memory_are_bounded_forward_and_backward(model, name, monkeypa
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("name", "plain_share"), [("none", 0.3), ("soft", 0.0), ("all", 0.3)])
+def test_a_draft_head_knows_the_token_before_the_label(model, name, plain_share):
+    ours = with_random_head(copy.deepcopy(model), DraftHeadSettings(rank=3))
+    theirs, loss = copy.deepcopy(ours), LOSSES[name][0]
+    objective = Objective(ours, masked=True, mask_loss=loss)
+    sums = objective(batch_of(sequences()), plain_share=plain_share)
+    expected = naive_sums(theirs, sequences(), loss, False, plain_share)
+    torch.testing.assert_close(torch.stack(list(sums)), torch.stack(expected), rtol=1e-5, atol=0)
+    sums.noisy.backward()
+    expected[1].backward()
+    for (key, each), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        scale = float(other.grad.abs().max())
+        torch.testing.assert_close(each.grad, other.grad, rtol=1e-3, atol=1e-4 * scale, msg=key)
+
+
+def test_a_new_draft_head_leaves_losses_as_they_are(model):
+    headed, batch = copy.deepcopy(model), batch_of(sequences())
+    attach_draft_head(headed, DraftHeadSettings(rank=3))
+    for loss, _ in LOSSES.values():
+        ours, theirs = (Objective(m, masked=True, mask_loss=loss)(batch) for m in (headed, model))
+        assert torch.equal(torch.stack(ours), torch.stack(theirs))
+
+
 @pytest.mark.parametrize("on_policy", [False, True])
 def test_a_batch_without_labels_gives_zeros(model, on_policy):
     loss = MaskLoss(teacher_weight=0.5)
@@ -213,8 +250,8 @@ def test_the_loss_compiles_as_one_graph_of_any_shape():
     compiled = torch.compile(eager, dynamic=True, fullgraph=True, backend="aot_eager")
     for soft in (True, False):
         for num in (9, 5):
-            arguments = student[:num], teacher[:num], labels[:num], 0.3
-            ours, expected = compiled(*arguments, soft=soft), eager(*arguments, soft=soft)
+            given = {"labels": labels[:num], "teacher": teacher[:num], "share": 0.3, "soft": soft}
+            ours, expected = compiled(student[:num], **given), eager(student[:num], **given)
             torch.testing.assert_close(ours, expected)
 
 

@@ -124,6 +124,13 @@ def test_data_longer_than_the_models_context_is_refused(content):
     )
 
 
+def test_a_head_alone_needs_masks_that_are_trained(content):
+    content["stages"][-1] = {"objective": "mars", "draft_head": {}, "train": "head"}
+    assert "has no masks beside which a head could be trained alone" in refusal(content)
+    content["stages"].insert(0, {"objective": "mars", "name": "masks"})
+    check(content)
+
+
 def test_a_mask_token_without_a_row_of_the_embedding_is_refused(content, model):
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     last = tokenizer["added_tokens"][-1]

@@ -80,11 +80,6 @@ class AdapterObjective(Objective):
         masks = RowMasks(stream.slots, keys, self.attention, stored)
         return self._decode(tokens.gather(1, stream.indices), masks)
 
-    def _cross_entropies(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        clean, masked = self._clean_losses(hidden, batch), batch.depths > 0
-        noisy = self._cross_entropy(hidden[batch.noisy_sources[masked]], batch.labels[masked])
-        return clean, clean.masked_scatter(masked, noisy)
-
     def _clean_losses(self, hidden: Tensor, batch: Batch) -> Tensor:
         return torch.zeros(len(batch.labels), device=hidden.device)
 

@@ -36,7 +36,7 @@ from torch import Tensor
 PADDING_DOCUMENT = -1
 """Document number of padding slots."""
 
-_OF_LABELS = ("labels", "depths", "in_clean_loss", "in_noisy_loss")
+_OF_LABELS = ("labels", "previous", "depths", "in_clean_loss", "in_noisy_loss")
 _SLOT_INDICES = ("clean_sources", "noisy_sources", "mask_slots", "draft_sources")
 """Columns of layouts and batches that hold indices of slots; the others just join."""
 
@@ -50,6 +50,7 @@ class Layout:
     blocks: NDArray[np.int64]  # [slots], block for the rule of visibility; see `lay_out`
     noisy: NDArray[np.bool_]  # [slots]
     labels: NDArray[np.int64]  # [labels]
+    previous: NDArray[np.int64]  # [labels], token before the label
     clean_sources: NDArray[np.int64]  # [labels], slot whose clean logits predict the label
     noisy_sources: NDArray[np.int64]  # [labels], slot whose noisy logits predict the label
     depths: NDArray[np.int64]  # [labels], masks that the noisy source sees
@@ -108,6 +109,7 @@ def lay_out(
         blocks=np.concatenate([clean_blocks, blocks[copied]]),
         noisy=np.arange(length + len(copied)) >= length,
         labels=input_ids[labels_at],
+        previous=input_ids[sources],
         clean_sources=sources,
         noisy_sources=np.where(depths[sources] > 0, copy_slots[sources], sources),
         depths=depths[sources],
@@ -145,6 +147,7 @@ class Batch:
     documents: Tensor  # int64 [rows, slots], number of the sequence within its row
     noisy: Tensor  # bool [rows, slots]
     labels: Tensor  # int64 [labels]
+    previous: Tensor  # int64 [labels]
     clean_sources: Tensor  # int64 [labels]
     noisy_sources: Tensor  # int64 [labels]
     depths: Tensor  # int64 [labels]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from mars_platform.checkpoint.adapter.draft_head import draft_head_of
 from mars_platform.mixing.head import Head, decoder_of, layers_of
 from mars_platform.mixing.recurrent import bind_recurrence
 from mars_train.method.attention import (
@@ -108,22 +109,23 @@ class Objective(nn.Module):
             self._token_losses = torch.compile(_token_losses, dynamic=True)
             self._taught_losses = torch.compile(_taught_losses, dynamic=True)
 
-    def forward(self, batch: Batch, *, on_policy: bool = False) -> LossSums:
+    def forward(
+        self, batch: Batch, *, on_policy: bool = False, plain_share: float = 0.0
+    ) -> LossSums:
         """Return the loss sums of one packed batch; without labels, zeros that have gradients.
 
         With ``on_policy``, masks learn from the model's scores of its own drafts; see `_scored`.
+        ``plain_share``, in [0, 1], is the share of the loss that masks have without their draft
+        head, if there is one.
         """
         hidden = self._hidden_states(batch)
-        masked = batch.depths > 0
+        masked, loss, teacher = batch.depths > 0, self.mask_loss, None
         if on_policy:
-            scored = self._scored(hidden, batch)[batch.noisy_sources[masked]]
-            loss = replace(self.mask_loss, teacher_weight=1.0, target="soft")
-            clean, noisy = self._taught(hidden, batch, scored, loss)
-        elif self.masked and self.mask_loss.teacher_weight:
+            teacher = self._scored(hidden, batch)[batch.noisy_sources[masked]]
+            loss = replace(loss, teacher_weight=1.0, target="soft")
+        elif self.masked and loss.teacher_weight:
             teacher = hidden[batch.clean_sources[masked]].detach()
-            clean, noisy = self._taught(hidden, batch, teacher, self.mask_loss)
-        else:
-            clean, noisy = self._cross_entropies(hidden, batch)
+        clean, noisy = self._losses(hidden, batch, loss, teacher, plain_share)
         clean_weights, noisy_weights = self.label_weights(batch)
         return LossSums((clean * clean_weights).sum(), (noisy * noisy_weights).sum())
 
@@ -136,7 +138,7 @@ class Objective(nn.Module):
 
     def label_losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return each label's cross-entropy, clean and noisy, float32 [labels] each, in nats."""
-        return self._cross_entropies(self._hidden_states(batch), batch)
+        return self._losses(self._hidden_states(batch), batch, MaskLoss())
 
     @torch.no_grad()
     def clean_logits(self, tokens: Sequence[int], block_size: int | None, mask_id: int) -> Tensor:
@@ -152,35 +154,36 @@ class Objective(nn.Module):
         begin = len(layout.tokens)
         return self._logits(self._hidden_states(batch)[begin : begin + length])
 
-    def _cross_entropies(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        if not self.masked:
-            clean = self._clean_losses(hidden, batch)
-            return clean, torch.zeros_like(clean)
-        masked = batch.depths > 0  # at depth 0 the noisy logits equal the clean ones
-        sources = torch.cat([batch.clean_sources, batch.noisy_sources[masked]])
-        losses = self._cross_entropy(
-            hidden[sources], torch.cat([batch.labels, batch.labels[masked]])
-        )
-        clean, noisy = losses.tensor_split([len(batch.labels)])
-        return clean, clean.masked_scatter(masked, noisy)
-
-    def _clean_losses(self, hidden: Tensor, batch: Batch) -> Tensor:
-        return self._cross_entropy(hidden[batch.clean_sources], batch.labels)
-
-    def _taught(
-        self, hidden: Tensor, batch: Batch, teacher: Tensor, loss: MaskLoss
+    def _losses(
+        self,
+        hidden: Tensor,
+        batch: Batch,
+        loss: MaskLoss,
+        teacher: Tensor | None = None,
+        plain_share: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
-        """Return the clean and noisy losses of labels, whose masks have a teacher.
+        """Return the clean and noisy losses of labels, which at depth 0 are the same.
 
         ``hidden``, [rows * slots, width], are last hidden states, and ``teacher``, [masked labels,
         width], those that teach, without a gradient. Depths are not weighted here.
         """
-        masked = batch.depths > 0
         clean = self._clean_losses(hidden, batch)
-        student, labels = hidden[batch.noisy_sources[masked]], batch.labels[masked]
-        losses = partial(self._chunk_taught, loss=loss)
-        noisy = self._in_chunks(losses, student, teacher, labels)
+        if not self.masked:
+            return clean, torch.zeros_like(clean)
+        masked = batch.depths > 0
+        columns = [
+            hidden[batch.noisy_sources[masked]],
+            batch.previous[masked],
+            batch.labels[masked],
+        ]
+        if teacher is not None:
+            columns.append(teacher)
+        losses = partial(self._chunk_noisy, loss=loss, plain_share=plain_share)
+        noisy = self._in_chunks(losses, *columns)
         return clean, clean.masked_scatter(masked, noisy)
+
+    def _clean_losses(self, hidden: Tensor, batch: Batch) -> Tensor:
+        return self._in_chunks(self._chunk_losses, hidden[batch.clean_sources], batch.labels)
 
     def _scored(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Return hidden states behind the model's own drafts in place of masks.
@@ -227,9 +230,6 @@ class Objective(nn.Module):
         hidden: Tensor = output.last_hidden_state
         return hidden
 
-    def _cross_entropy(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        return self._in_chunks(self._chunk_losses, hidden, labels)
-
     def _in_chunks(self, function: Callable[..., Tensor], *columns: Tensor) -> Tensor:
         """Call a function of columns [labels, ...] in chunks of ``MAX_LOGITS`` logits.
 
@@ -252,14 +252,35 @@ class Objective(nn.Module):
     def _chunk_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
         return self._token_losses(self._logits(hidden), labels)
 
-    def _chunk_taught(
-        self, student: Tensor, teacher: Tensor, labels: Tensor, *, loss: MaskLoss
+    def _chunk_noisy(
+        self,
+        student: Tensor,
+        previous: Tensor,
+        labels: Tensor,
+        teacher: Tensor | None = None,
+        *,
+        loss: MaskLoss,
+        plain_share: float,
     ) -> Tensor:
-        # Not under no_grad: autocast keeps its copy of a weight for later calls, and older torch
-        # would keep one without a gradient.
-        taught = self._logits(teacher).detach()
-        share, soft = loss.teacher_weight, loss.target == "soft"
-        return self._taught_losses(self._logits(student), taught, labels, share, soft=soft)
+        """Return the losses behind masks, with the draft head's part in their logits."""
+        logits, head = self._logits(student), draft_head_of(self.model)
+        losses = partial(self._token_losses, labels=labels)
+        if teacher is not None:
+            losses = partial(
+                self._taught_losses,
+                labels=labels,
+                # Not under no_grad: autocast keeps its copy of a weight for later calls, and older
+                # torch would keep one without a gradient.
+                teacher=self._logits(teacher).detach(),
+                share=loss.teacher_weight,
+                soft=loss.target == "soft",
+            )
+        if head is None:
+            return losses(logits)
+        with_head = losses(logits + head(student, previous))
+        if not plain_share:
+            return with_head
+        return (1 - plain_share) * with_head + plain_share * losses(logits)
 
     def _chunk_likeliest(self, hidden: Tensor) -> Tensor:
         return self._logits(hidden).argmax(-1)
@@ -270,7 +291,7 @@ def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _taught_losses(
-    logits: Tensor, teacher: Tensor, labels: Tensor, share: float, *, soft: bool
+    logits: Tensor, labels: Tensor, *, teacher: Tensor, share: float, soft: bool
 ) -> Tensor:
     """Return the mixture of the labels' and the teacher's losses, float32 [labels].
 

@@ -56,6 +56,11 @@ def _check_model(base: str, recipe: Recipe) -> Path:
         recipe.data.check_context(found.max_length)
     if any(isinstance(stage, MarsStage) and stage.adapter is None for stage in recipe.stages):
         _check_mask_row(found)
+    if recipe.begins_with_head and found.mask_token_id is None:
+        raise UserError(
+            f"model.base: {found.path} has no masks beside which a head could be trained alone; "
+            "give a MARS checkpoint, or put a stage of objective mars with train: all first"
+        )
     _check_target_modules(found, recipe)
     return found.path.absolute()  # workers run in another directory
 

@@ -60,11 +60,16 @@ def _description(metadata: Mapping[str, Any], *, is_adapter: bool) -> str:
     kind = "An adapter" if is_adapter else "A causal language model"
     if not metadata:
         return f"{kind}, fine-tuned with [marsray](https://pypi.org/project/marsray)."
+    head = (
+        " Its draft head lets each of them depend on the one before."
+        if metadata.get("draft_head")
+        else ""
+    )
     return (
         f"{kind}, trained by marsray with MARS ([arXiv 2604.07023](https://arxiv.org/abs/2604.07023"
         f")): behind up to {metadata['block_size']} placeholders `<|mask|>` it predicts the tokens "
-        "to come, so that an answer takes fewer forward passes. Without placeholders it is an "
-        "ordinary autoregressive model."
+        "to come, so that an answer takes fewer forward "
+        f"passes.{head} Without placeholders it is an ordinary autoregressive model."
     )
 
 

@@ -10,6 +10,7 @@ from mars_platform.checkpoint.adapter.files import Adapter, identify_base
 from mars_platform.checkpoint.adapter.layers import adapter_settings, attach_adapter
 from mars_platform.checkpoint.adapter.settings import AdapterMetadata, AdapterSettings
 from mars_platform.checkpoint.directory import Checkpoint
+from mars_platform.checkpoint.metadata import DraftHeadSettings
 from mars_platform.checkpoint.tokenizer import name_mask_token
 
 
@@ -20,12 +21,14 @@ def add_adapter(
     *,
     block_size: int,
     base: str,
+    draft_head: DraftHeadSettings | None,
     provenance: dict[str, Any],
 ) -> Checkpoint:
     """Attach a new adapter to a model, in place, and return the checkpoint with it.
 
     The checkpoint's tokenizer names the mask token. ``base`` is the model's directory or hub id, to
-    tell users; ``provenance`` has facts about the run.
+    tell users; ``draft_head`` has the settings of a head that the caller attaches; ``provenance``
+    has facts about the run.
     """
     identity = identify_base(checkpoint.path, checkpoint.tokenizer, base)
     mask_token_id, is_new = name_mask_token(checkpoint.tokenizer)
@@ -36,7 +39,11 @@ def add_adapter(
             mask = torch.tensor(mask_token_id, device=embedding.mask_row.device)
             embedding.mask_row.copy_(embedding.base_layer(mask))
     metadata = AdapterMetadata(
-        block_size=block_size, mask_token_id=mask_token_id, provenance=provenance, base=identity
+        block_size=block_size,
+        mask_token_id=mask_token_id,
+        provenance=provenance,
+        draft_head=draft_head,
+        base=identity,
     )
     # It has no directory yet, and nobody reads one before the stage has ended.
     adapter = Adapter(checkpoint.path, adapter_settings(model), metadata, checkpoint.tokenizer)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mars_platform.checkpoint.adapter.settings import AdapterSettings
+from mars_platform.checkpoint.metadata import DraftHeadSettings
 from mars_train.recipe import MarsStage, Recipe, TrainedStage
 from mars_train.stage.held_out import HeldOutSet
 from mars_train.stage.progress import Progress
@@ -50,6 +51,18 @@ class StageJob:
     def adapter(self) -> AdapterSettings | None:
         """Settings of the draft adapter that is trained; None if there is none."""
         return self.stage.adapter if isinstance(self.stage, MarsStage) else None
+
+    @property
+    def draft_head(self) -> DraftHeadSettings | None:
+        """Settings of the draft head that is trained; None if there is none."""
+        found = self.stage.draft_head if isinstance(self.stage, MarsStage) else None
+        return found and DraftHeadSettings(rank=found.rank, kind=found.kind)
+
+    @property
+    def is_model_fixed(self) -> bool:
+        """Whether all that is trained acts at masks, beside the model."""
+        stage = self.stage
+        return isinstance(stage, MarsStage) and (stage.adapter is not None or stage.train == "head")
 
     @property
     def ar_weight(self) -> float:

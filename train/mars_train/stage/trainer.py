@@ -8,9 +8,11 @@ number of workers may change in between. Imports no Ray.
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +21,7 @@ from peft import LoraConfig
 from torch import Tensor
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
+from mars_platform.checkpoint.adapter.draft_head import attach_draft_head, draft_head_of
 from mars_platform.checkpoint.adapter.files import identify_base, save_adapter
 from mars_platform.checkpoint.adapter.layers import attach_adapter
 from mars_platform.checkpoint.adapter.lora import LoraWeights, merge_lora
@@ -157,6 +160,7 @@ class StageTrainer:
                 job.adapter,
                 block_size=job.block_size,
                 base=job.base,
+                draft_head=job.draft_head,
                 provenance=job.provenance,
             )
         elif job.block_size is not None:
@@ -165,8 +169,13 @@ class StageTrainer:
                 block_size=job.block_size,
                 mask_token_id=mask_id,
                 provenance={**job.provenance, "embedding_grown": grown},
+                draft_head=job.draft_head,
             )
             checkpoint = checkpoint.with_metadata(metadata)
+        if job.draft_head is not None:
+            if job.adapter is None and job.is_model_fixed:
+                model.requires_grad_(False)
+            attach_draft_head(model, job.draft_head)
         if job.recipe.gradient_checkpointing:
             _checkpoint_activations(model)
         return model, checkpoint
@@ -194,7 +203,7 @@ class StageTrainer:
         return self._make_objective(attention, is_compiled=self.job.recipe.compile)
 
     def _make_objective(self, attention: Attention, *, is_compiled: bool) -> Objective:
-        if self.job.adapter is not None:
+        if self.job.is_model_fixed:
             return AdapterObjective(
                 self.model, mask_loss=_mask_loss(self.job.stage), attention=attention
             )
@@ -220,17 +229,14 @@ class StageTrainer:
             pad_token_id=self.checkpoint.tokenizer.pad_token_id or 0,
             multiple_of=FLEX_MULTIPLE if attention == "flex" else 1,
             responses=responses,
-            clean_loss=self.job.adapter is None,
+            clean_loss=not self.job.is_model_fixed,
         )
 
     def _initial_state(self) -> TrainingState:
         stage = self.job.stage
         trained = [item for item in self.objective.parameters() if item.requires_grad]
         optimizer = torch.optim.AdamW(
-            trained,
-            lr=stage.learning_rate,
-            weight_decay=stage.weight_decay,
-            fused=True,
+            self._by_learning_rate(trained), weight_decay=stage.weight_decay, fused=True
         )
         for parameter in trained:
             # AdamW itself would allocate these in its first step, after a checkpoint is loaded.
@@ -242,6 +248,17 @@ class StageTrainer:
         num_warmup = math.ceil(stage.warmup_ratio * self.total_steps)
         schedule = get_cosine_schedule_with_warmup(optimizer, num_warmup, self.total_steps)
         return TrainingState(self.model, optimizer, schedule, TrainingHistory())
+
+    def _by_learning_rate(self, trained: Sequence[Tensor]) -> list[dict[str, Any]]:
+        """Return the optimizer's groups of parameters, the model's own or the adapter's first."""
+        stage, head = self.job.stage, draft_head_of(self.model)
+        of_head = list[Tensor]() if head is None else list(head.parameters())
+        own = {id(parameter) for parameter in of_head}
+        rest = [parameter for parameter in trained if id(parameter) not in own]
+        groups = [{"params": rest, "lr": stage.learning_rate}]
+        if isinstance(stage, MarsStage) and stage.draft_head is not None:
+            groups.append({"params": of_head, "lr": stage.draft_head.learning_rate})
+        return [group for group in groups if group["params"]]
 
     def _warn_of_unread_weights(self) -> None:
         """Say what the trained model will lack, from the first worker."""
@@ -287,10 +304,11 @@ class StageTrainer:
         self, batch: Batch, clean_scale: float, noisy_scale: float, *, last: bool
     ) -> LossSums:
         on_policy = learns_from_drafts(self.job.stage, self.step, self.total_steps)
+        plain_share = plain_share_of(self.job.stage, self.step / self.total_steps)
         with self.workers.gradient_exchange(self.objective, last=last):
             with self.workers.autocast():
                 batch = batch.to(self.workers.device)
-                sums: LossSums = self.objective(batch, on_policy=on_policy)
+                sums: LossSums = self.objective(batch, on_policy=on_policy, plain_share=plain_share)
             loss = sums.noisy * noisy_scale + self.job.ar_weight * sums.clean * clean_scale
             torch.autograd.backward(loss)
         return sums
@@ -397,6 +415,8 @@ class StageTrainer:
         copy = loader_of(config).from_config(config, trust_remote_code=False)
         if adapter := self.checkpoint.adapter:
             attach_adapter(copy, adapter.settings, adapter.metadata.mask_token_id)
+        if self.job.draft_head is not None:
+            attach_draft_head(copy, self.job.draft_head)
         copy.load_state_dict(weights, strict=False)  # tied weights have one name only
         copy.generation_config = self.model.generation_config
         # transformers' own: names of tensors in files, which are to be written as they were read
@@ -477,6 +497,17 @@ def learns_from_drafts(stage: TrainedStage, step: int, total_steps: int) -> bool
     if not isinstance(stage, MarsStage) or stage.on_policy is None:
         return False
     return step >= total_steps - math.ceil(stage.on_policy.share * total_steps)
+
+
+def plain_share_of(stage: TrainedStage, progress: float) -> float:
+    """Return the share of a step's loss that masks have without their draft head.
+
+    It falls from 1 to 0 over the first half of the stage, so that masks learn by themselves what
+    they can. ``progress``, in [0, 1), is the share of steps that are done.
+    """
+    if not isinstance(stage, MarsStage) or stage.draft_head is None or stage.train == "head":
+        return 0.0
+    return max(0.0, 1.0 - 2.0 * progress)
 
 
 def _checkpoint_activations(model: PreTrainedModel) -> None:
