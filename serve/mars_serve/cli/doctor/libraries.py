@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mars_platform.checkpoint.metadata import MarsMetadata
 from mars_platform.errors import UserError
 from mars_serve.cli.doctor.finding import Finding, guarded
 
@@ -63,6 +64,7 @@ def _checkpoint(path: Path) -> Iterator[Finding]:
     """Load the checkpoint's model by the headers of its files, and say how it is served."""
     import torch
 
+    from mars_platform.checkpoint.adapted import check_fit
     from mars_platform.checkpoint.directory import read_checkpoint
     from mars_platform.checkpoint.inspection import check_chat_template
     from mars_platform.checkpoint.number_type import stored_dtype
@@ -82,7 +84,8 @@ def _checkpoint(path: Path) -> Iterator[Finding]:
     yield from layers.findings(specs, checkpoint.max_length, getattr(torch, dtype))
     block_size = mars.block_size if mars is not None else 0
     yield from layers.states(recorded, block_size, getattr(torch, dtype))
-    kind = f"block size {mars.block_size}" if mars else "plain AR"
+    check_fit(checkpoint)
+    kind = _masks(mars) if mars else "plain AR"
     found = f"{type(model).__name__}, {num / 1e6:,.1f}M weights in {dtype}, {kind}"
     yield Finding("checkpoint", "ok", found)
     yield _path_served(dtype, group_layers(specs)[0])
@@ -133,8 +136,13 @@ def _adapter(model: Path, path: Path) -> Iterator[Finding]:
     check_fit(adapted)
     assert adapted.adapter is not None
     settings, metadata = adapted.adapter.settings, adapted.adapter.metadata
-    found = f"rank {settings.rank}, block size {metadata.block_size}"
-    yield Finding("adapter", "ok", found)
+    yield Finding("adapter", "ok", f"rank {settings.rank}, {_masks(metadata)}")
+
+
+def _masks(metadata: MarsMetadata) -> str:
+    head = metadata.draft_head
+    beside = "" if head is None else f", {head.kind} draft head of rank {head.rank}"
+    return f"block size {metadata.block_size}{beside}"
 
 
 def _frontier(model: Path, adapter: Path | None, remedy: str) -> Iterator[Finding]:
