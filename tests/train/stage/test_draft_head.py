@@ -101,6 +101,7 @@ def test_a_head_alone_learns_what_masks_cannot_know(masked_start, data, tmp_path
     assert ours.following.any()
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # in peft
 def test_a_resumed_run_with_adapter_and_head_equals_an_uninterrupted_one(start, data, tmp_path):
     stage = {"adapter": {"rank": 4}, "draft_head": HEAD, "learning_rate": 0.01, "max_steps": 6}
     jobs = [
