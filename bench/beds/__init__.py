@@ -1,0 +1,1 @@
+"""The varied bed: tasks of mixed certainty, models trained on them, and what masks can give."""
