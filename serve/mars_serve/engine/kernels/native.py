@@ -2,9 +2,9 @@
 
 A step of torch's operators spends more time between them than in them at small batches, and torch
 has none that reads keys and values from pages. So `native.cpp` is compiled for this machine's
-processor when an engine is made, within two seconds, and kept in ``$XDG_CACHE_HOME/marsray``, or
-else ``~/.cache/marsray``, if nobody else may write there. Without a C++ compiler (``$CXX``, or else
-``g++``) engines run torch's operators.
+processor when an engine is made, in seconds, and kept in ``$XDG_CACHE_HOME/marsray``, or
+else ``~/.cache/marsray``, if nobody else may write there. Without a C++ compiler (``$CXX``, which
+may be ``clang++``, or else ``g++``) engines run torch's operators.
 """
 
 from __future__ import annotations
@@ -247,6 +247,7 @@ def _load(command: Sequence[str], kept: Path | None) -> Native | str:
             path = _compile(command, Path(scratch))
             native = Native(ctypes.CDLL(str(path)))  # nothing is kept that cannot be loaded
             if kept is not None:
+                _remove_old(kept)
                 path.replace(kept / name)
             return native
     except subprocess.CalledProcessError as error:
@@ -266,6 +267,15 @@ def _compile(command: Sequence[str], scratch: Path) -> Path:
     return library
 
 
+def _remove_old(kept: Path) -> None:
+    """Remove libraries older than the source, which those that have them loaded do not miss."""
+    changed_s = max(_SOURCE.stat().st_mtime, _HEADER.stat().st_mtime)
+    for library in kept.glob("native-*.so"):
+        with suppress(OSError):  # another process removes them, too
+            if library.stat().st_mtime < changed_s:
+                library.unlink()
+
+
 def _run(command: Sequence[str]) -> str:
     done = subprocess.run(  # noqa: S603 -- the user chooses the compiler
         command, check=True, capture_output=True, text=True, errors="replace", timeout=_COMPILE_S
@@ -274,9 +284,13 @@ def _run(command: Sequence[str]) -> str:
 
 
 def _processor() -> str:
-    """Return what this machine's processor is, since a library is compiled for it alone."""
-    lines = _PROCESSOR.read_text(errors="replace").splitlines()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    """Return what this machine's processor is, since a library is compiled for it alone; an empty
+    text if that is not known.
+    """
+    with suppress(OSError):  # Linux has this file, unless a container hides it
+        lines = _PROCESSOR.read_text(errors="replace").splitlines()
+        return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return ""
 
 
 def _kept_in() -> Path | None:
@@ -284,6 +298,8 @@ def _kept_in() -> Path | None:
 
     Nobody else may write to it, because what lies in it is run.
     """
+    if not _processor():  # another machine may have the same directory
+        return None
     root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         directory = Path(root).expanduser() / "marsray"

@@ -345,6 +345,28 @@ def test_another_processor_compiler_or_option_has_functions_of_its_own(
     assert machine.num_compiled == len(machine.files) == 4
 
 
+def test_nothing_is_kept_for_a_processor_that_is_not_known(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_module, "_PROCESSOR", tmp_path / "missing")
+    assert machine.start() is None
+    assert machine.start() is None
+    assert machine.num_compiled == 2
+    assert not machine.kept.exists()
+
+
+def test_libraries_of_older_sources_are_removed(machine: Machine) -> None:
+    machine.kept.mkdir(mode=0o700, parents=True)
+    sources = Path(native_module.__file__).parent.glob("*.[ch]*")
+    changed_s = max(each.stat().st_mtime for each in sources)
+    for name, made_s in (("native-old.so", changed_s - 1), ("native-new.so", changed_s + 1)):
+        (machine.kept / name).touch()
+        os.utime(machine.kept / name, (made_s, made_s))
+    assert machine.start() is None
+    assert len(machine.files) == 2
+    assert "native-new.so" in machine.files
+
+
 def test_a_damaged_library_is_compiled_again(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
