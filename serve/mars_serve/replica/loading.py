@@ -1,8 +1,8 @@
 """Loads a served model's engine."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import Thread
 
 import torch
 
@@ -49,6 +49,7 @@ def _load(settings: ModelSettings) -> Engine:
     settings = with_dtype(settings)
     dtype = getattr(torch, settings.dtype)
     device = "cuda" if settings.num_gpus else "cpu"
-    with ThreadPoolExecutor(1) as beside:
-        beside.submit(native_for, torch.device(device), dtype)  # it may compile for seconds
-        return Engine(read_served(settings), settings.engine, dtype=dtype, device=device)
+    if not settings.engine.batch_invariant:
+        # It may compile for seconds. The engine waits for it, and an error does not.
+        Thread(target=native_for, args=(torch.device(device), dtype), daemon=True).start()
+    return Engine(read_served(settings), settings.engine, dtype=dtype, device=device)

@@ -36,6 +36,33 @@ def test_a_model_is_loaded_in_its_own_number_type_unless_another_is_set(mars_dir
     assert load_engine(settings_of(half_dir, dtype="float32")).dtype == torch.float32
 
 
+@pytest.fixture
+def compiler(tmp_path, monkeypatch):
+    """Return the path of a compiler that fails after two seconds, or once it may."""
+    path = tmp_path / "compiler"
+    path.write_text(
+        f"#!/bin/sh\ntouch {path}.began\n"
+        f"for i in $(seq 200); do [ -e {path}.may ] && exit 1; sleep .01; done\n"
+        f"touch {path}.ended; exit 1\n"
+    )
+    path.chmod(0o755)
+    monkeypatch.setenv("CXX", str(path))
+    yield path
+    path.with_suffix(".may").touch()
+
+
+def test_an_error_of_a_checkpoint_does_not_wait_for_the_compiler(compiler, tmp_path):
+    with pytest.raises(UserError, match="missing"):
+        load_engine(settings_of(tmp_path / "missing"))
+    assert not compiler.with_suffix(".ended").exists()
+
+
+def test_nothing_is_compiled_for_steps_in_fixed_shapes(compiler, mars_dir):
+    sizes = SIZES.model_copy(update={"batch_invariant": True})
+    load_engine(settings_of(mars_dir).model_copy(update={"engine": sizes}))
+    assert not compiler.with_suffix(".began").exists()
+
+
 def test_a_link_is_not_followed_by_each_replica_for_itself(plain_dir, adapter_dir, tmp_path):
     for name, target in (("current", plain_dir), ("adapter", adapter_dir)):
         (tmp_path / name).symlink_to(target)
