@@ -122,8 +122,14 @@ def _path_served(dtype: str, groups: Sequence["LayerGroup"]) -> Finding:
         found += "; the weights are bfloat16, for which this processor has no instructions"
         remedy = "serve in float32 (dtype: float32), which takes twice the memory"
         return Finding("served", "warning", found, remedy)
-    if why_not_native(device, getattr(torch, dtype)) is not None:
-        remedy = "install g++, which makes steps shorter, and serve in bfloat16 or float32"
+    missing = why_not_native(device, getattr(torch, dtype))
+    if missing is not None:
+        if missing != reason:
+            found += f"; {missing}"
+        remedy = (
+            "serve in bfloat16 or float32, and install g++ or let CXX name one that works, for "
+            "shorter steps"
+        )
         return Finding("served", "warning", found, remedy)
     return Finding("served", "ok", found)
 

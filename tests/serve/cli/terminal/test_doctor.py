@@ -21,6 +21,7 @@ from mars_platform.cli.main import run
 from mars_serve.cli.doctor import libraries, machine
 from mars_serve.cli.doctor.command import findings_of_child
 from mars_serve.cli.doctor.finding import Finding, guarded
+from mars_serve.engine.attention.interface import LayerGroup
 
 
 def by_check(findings: Iterable[Finding]) -> dict[str, Finding]:
@@ -51,6 +52,17 @@ def test_a_whole_checkpoint_can_be_served(mars_dir: Path) -> None:
     assert found["served"].found.endswith("; functions of C++ read the KV cache in place")
     assert "marsray calibrate" in found["frontier"].remedy
     assert "chat template" not in found
+
+
+def test_a_compiler_that_fails_is_told_of_whatever_gathers_pages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CXX", "false")
+    latents = LayerGroup(1, heads=8, kv_heads=1, key_dim=48, value_dim=32, value_in_key=True)
+    served = libraries._path_served("float32", [latents])
+    assert "values are parts of the keys" in served.found
+    assert "could not be compiled: Command '['false'" in served.found
+    assert "let CXX name one that works" in served.remedy
 
 
 @pytest.mark.parametrize(
