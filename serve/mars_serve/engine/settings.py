@@ -16,7 +16,7 @@ class EngineSettings(Settings):
 
     page_size: int | None = Field(default=None, ge=1, le=1024)
     """Tokens in a page; by default 16 on a CPU and 64 on a GPU, where any size is possible and a
-    multiple of 64 is the fastest."""
+    multiple of 64 is the fastest. On a CPU, a page's keys take the memory of a multiple of 16."""
     num_pages: int | None = Field(default=None, ge=1)
     """Pages in the pool, which all requests share; by default as many as ``memory_fraction`` of a
     GPU's memory holds, and 2048 on a CPU. Layers that see the last tokens only have fewer."""
