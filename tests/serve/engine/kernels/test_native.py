@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from mars_platform.checkpoint.directory import SpecialTokens
 from mars_serve.engine.attention.gathered import GatheredAttention
 from mars_serve.engine.attention.native import NativeAttention
 from mars_serve.engine.decoder.merged import MergedLayer
-from mars_serve.engine.execution.linear import NativeLinear
+from mars_serve.engine.execution.linear import NativeLinear, pack_linears
 from mars_serve.engine.kernels import native as native_module
 from mars_serve.engine.kernels.native import Native, native_for, why_not_native
 
@@ -103,6 +104,26 @@ def test_rows_are_multiplied_each_by_itself(
         torch.testing.assert_close(
             own(inputs[:, row]), outputs[:, row], rtol=0, atol=0, equal_nan=True
         )
+
+
+class Router(nn.Module):
+    dtype = torch.float32
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.shared = (nn.Linear(512, 1024).requires_grad_(False) for _ in range(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return F.linear(inputs, self.experts.weight) + self.shared(inputs)
+
+
+def test_a_layer_whose_weight_is_read_stays_as_it_is() -> None:
+    model: Any = Router()
+    inputs, shared = torch.randn(3, 512), model.shared
+    expected = model(inputs)
+    pack_linears(model, timed=False)
+    assert model.shared is not shared, "others are packed"
+    torch.testing.assert_close(model(inputs), expected)
 
 
 @pytest.mark.parametrize("has_norms", [False, True])
