@@ -5,6 +5,7 @@ Every fast path of the engine is compared with it, token for token. Imports no R
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -26,6 +27,13 @@ class TokenRoles(Protocol):
     @property
     def never_emitted(self) -> frozenset[int]:
         """Tokens that are never chosen."""
+
+
+class Head(Protocol):
+    """A draft head, by which a mask's draft depends on the token before it."""
+
+    def share_out(self, logits: Tensor, hidden: Tensor, previous: Tensor) -> Tensor:
+        """Return masks' logits, [n, vocabulary], as they are behind int64 [n] tokens."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,7 @@ def decode(
     mask_token_id: int | None = None,
     measure: Confidence = Confidence.PROBABILITY,
     forbidden: Callable[[list[int]], Sequence[int]] | None = None,
+    head: Head | None = None,
 ) -> ReferenceOutput:
     """Decode greedily with a sliding window of masks (arXiv 2604.07023, section 3.3).
 
@@ -71,6 +80,7 @@ def decode(
         measure: confidence measure that is compared with the threshold.
         forbidden: function from the output so far, the earlier proposals of a pass included, to the
             tokens that may not follow it.
+        head: the model's draft head, which acts at each mask, behind the proposal before it.
 
     Raises:
         UserError: decoding takes more passes than a sequence has entries.
@@ -82,10 +92,13 @@ def decode(
         window = int(_value_for_pass("num_masks", num_masks, len(passes))) if tau < 1.0 else 0
         masks = [] if window == 0 else [mask_token_id] * window
         ids = torch.tensor([committed + masks], device=model.device)  # [1, c + W]
-        logits = model(input_ids=ids, use_cache=False).logits[0]
-        logits = logits[len(committed) - 1 :]  # [W + 1, vocabulary]
+        output = model(input_ids=ids, use_cache=False, output_hidden_states=head is not None)
+        place = slice(len(committed) - 1, None)
+        logits = output.logits[0, place].float()  # [W + 1, vocabulary]
         allowed = logits.index_fill(-1, banned, -torch.inf)
-        proposed = _likeliest(allowed, committed[len(prompt) :], forbidden)  # [W + 1]
+        act = None if head is None else partial(_behind, head, output.hidden_states[-1][0, place])
+        proposed = _proposed(allowed, committed[len(prompt) :], act, forbidden)  # [W + 1]
+        logits = allowed.index_copy(-1, banned, logits[:, banned])
         sure = confidence(logits, proposed, measure).cpu()  # [W + 1]
         count = num_accepted(sure[None], torch.tensor([tau]), torch.tensor([window + 1]))
         accepted = proposed[: int(count)].tolist()[: max_tokens - num_output]
@@ -97,15 +110,28 @@ def decode(
     return ReferenceOutput(passes)
 
 
-def _likeliest(
-    logits: Tensor, output: list[int], forbidden: Callable[[list[int]], Sequence[int]] | None
+def _proposed(
+    logits: Tensor,
+    output: list[int],
+    head: Callable[[Tensor, int, int], Tensor] | None,
+    forbidden: Callable[[list[int]], Sequence[int]] | None,
 ) -> Tensor:
-    if forbidden is None:
-        return logits.argmax(-1)
-    for scores in logits:
-        scores[list(forbidden(output))] = -torch.inf
-        output = [*output, int(scores.argmax())]
-    return logits.argmax(-1)
+    """Return the likeliest token of each depth; a draft head acts on the logits, in place."""
+    tokens = list[int]()
+    for depth, scores in enumerate(logits):
+        if head is not None and depth:
+            scores.copy_(head(scores, depth, tokens[-1]))
+        left = scores.clone()
+        if forbidden is not None:
+            left[list(forbidden([*output, *tokens]))] = -torch.inf
+        tokens.append(int(left.argmax()))
+    return torch.tensor(tokens, device=logits.device)
+
+
+def _behind(head: Head, hidden: Tensor, logits: Tensor, depth: int, previous: int) -> Tensor:
+    """Return a mask's logits, [vocabulary], as a draft head changes them behind a token."""
+    token = torch.tensor([previous], device=logits.device)
+    return head.share_out(logits[None], hidden[depth, None], token)[0]
 
 
 def _value_for_pass(name: str, given: float | Sequence[float], index: int) -> float:

@@ -147,7 +147,7 @@ class Request:
     sampling_s: float = 0.0
     """CPU seconds of choosing its tokens in its last step, without those of its grammar."""
     num_choices: int = 0
-    """Tokens that were chosen in these seconds, at all positions that were read."""
+    """Positions that were read in that step, whether or not tokens had to be chosen there."""
     last_turn: int = 0
     """Number of its last step of those in which the rows of a key take turns."""
     finish_reason: FinishReason | None = None
@@ -226,7 +226,6 @@ class Request:
     def charge(self, seconds: float) -> None:
         """Count the CPU seconds of sampling a token in the current step."""
         self.sampling_s += seconds
-        self.num_choices += 1
 
     @property
     def choosing_s(self) -> float:

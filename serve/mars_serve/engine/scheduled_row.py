@@ -45,6 +45,19 @@ class ScheduledRow:
         """Positions whose logits the step reads for the row."""
         return self.num_proposed + self.num_group_proposals
 
+    def group(self, outcome: int, start: int = 0) -> range:
+        """Return the reads of the masks behind an outcome of checking drafts, if the row's first
+        read is ``start``.
+        """
+        begin = start + self.num_proposed + sum(self.masks[:outcome])
+        return range(begin, begin + self.masks[outcome])
+
+    @property
+    def has_own_masks(self) -> bool:
+        """Whether the row feeds masks of the model itself, not those of a LoRA adapter."""
+        lora = self.request.lora
+        return self.num_masks > 0 and (lora is None or not lora.has_masks)
+
     @property
     def scored(self) -> range:
         """Prompt positions at which the step scores the next prompt token."""

@@ -22,13 +22,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from decoding.adapters import with_random_head
 from decoding.engines import poison_windows
 from decoding.families import HYBRIDS, MIXED, build_family
 from decoding.grammar_specs import regex
 from decoding.tiny_models import build_model
 from mars_autoscale.model.step_times import StepTimes
+from mars_platform.checkpoint.adapter.draft_head import draft_head_of
 from mars_platform.checkpoint.directory import Checkpoint, SpecialTokens
-from mars_platform.checkpoint.metadata import MarsMetadata
+from mars_platform.checkpoint.metadata import DraftHeadSettings, MarsMetadata
 from mars_platform.method import reference
 from mars_platform.method.mode import Confidence, LiveDecoding, Mode
 from mars_platform.tier import Tier
@@ -162,14 +164,14 @@ _ARRIVALS = st.builds(
 
 
 @cache
-def _model(family: str = "qwen2") -> PreTrainedModel:
+def _model(family: str = "qwen2", *, has_head: bool = False) -> PreTrainedModel:
     build = build_family if family in {**MIXED, **HYBRIDS} else build_model
     sizes = {"hidden_size": 16, "intermediate_size": 32, "initializer_range": 0.4}
     sizes["mamba_expand"] = 4  # for Mamba's four heads of 16 numbers
     model = build(family, vocab_size=VOCABULARY, **sizes)
     with torch.no_grad():
         model.lm_head.weight[COMMON] *= 3  # outputs of few tokens: masks guess some of them right
-    return model
+    return with_random_head(model, DraftHeadSettings(rank=3)) if has_head else model
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
@@ -188,17 +190,20 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def _engine(family: str = "qwen2", **sizes: int) -> Engine:
+def _engine(family: str = "qwen2", *, has_head: bool = False, **sizes: int) -> Engine:
     metadata = MarsMetadata(block_size=BLOCK_SIZE, mask_token_id=MASK)
     checkpoint = Checkpoint(None, _model(family).config, _tokenizer(), metadata, SPECIAL)
-    model = copy.deepcopy(_model(family))
+    model = copy.deepcopy(_model(family, has_head=has_head))
     return Engine(checkpoint, EngineSettings(max_num_batched_tokens=65, **sizes), model=model)
 
 
 @pytest.fixture(scope="module")
 def engines() -> list[Engine]:
-    """Engines that serve all schedules, so that later ones find cached prefixes."""
-    made = [_engine(**sizes) for sizes in SIZES]
+    """Engines that serve all schedules, so that later ones find cached prefixes.
+
+    The last one has a draft head.
+    """
+    made = [_engine(**sizes, has_head=sizes is SIZES[-1]) for sizes in SIZES]
     for engine in made[:2]:
         engine.warm_up()  # windows adapt: they depend on timing, and the trace says what they were
     slow = StepTimes((1, 65), (0,), ((0.01,), (0.4,)))  # so that prompts have short parts
@@ -208,9 +213,10 @@ def engines() -> list[Engine]:
 
 
 @pytest.fixture(scope="module")
-def solo() -> Engine:
-    """An engine that serves one request at a time."""
-    return _engine(num_pages=20, page_size=8, max_num_seqs=1, enable_prefix_caching=0)
+def solos() -> list[Engine]:
+    """Engines that serve one request at a time, without and with a draft head."""
+    sizes = {"num_pages": 20, "page_size": 8, "max_num_seqs": 1, "enable_prefix_caching": 0}
+    return [_engine(**sizes, has_head=has_head) for has_head in (False, True)]
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +261,7 @@ _EVERY_KIND = [
 @given(st.lists(_ARRIVALS, min_size=1, max_size=8), _LIVE, st.integers(0, len(SIZES) - 1))
 def test_every_output_is_the_oracles(
     engines: list[Engine],
-    solo: Engine,
+    solos: list[Engine],
     seen: Counter[str],
     part: int,
     arrivals: list[Arrival],
@@ -270,7 +276,7 @@ def test_every_output_is_the_oracles(
         options, found = request.options, outputs[name]
         if request.finish_reason is not FinishReason.CANCELLED:
             assert request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-        _compare(request, found, solo)
+        _compare(request, found, solos, has_head=which == len(SIZES) - 1)
         seen["answers behind thinking"] += _ends_thinking(request, engine)
         passes = [output.tokens for output in found]
         assert request.tokens[request.num_prompt :] == [t for tokens in passes for t in tokens]
@@ -407,14 +413,16 @@ def _play(
     return outputs
 
 
-def _compare(request: Request, outputs: list[StepOutput], solo: Engine) -> None:
+def _compare(
+    request: Request, outputs: list[StepOutput], solos: list[Engine], *, has_head: bool
+) -> None:
     """Assert that a request's output is that of a run alone, or the start of it if cancelled."""
     found = [output.tokens for output in outputs]
     logprobs = [entry for output in outputs for entry in output.logprobs]
     if request.options.is_plain:
-        expected = _oracle(request, outputs)
+        expected = _oracle(request, outputs, has_head=has_head)
     else:
-        replayed, finish_reason = _alone(request, outputs, solo)
+        replayed, finish_reason = _alone(request, outputs, solos[has_head])
         expected = [output.tokens for output in replayed]
         entries = [entry for output in replayed for entry in output.logprobs]
         _compare_logprobs(logprobs, entries[: len(logprobs)])
@@ -429,14 +437,16 @@ def _compare(request: Request, outputs: list[StepOutput], solo: Engine) -> None:
     assert found == expected
 
 
-def _oracle(request: Request, outputs: list[StepOutput], family: str = "qwen2") -> list[list[int]]:
+def _oracle(
+    request: Request, outputs: list[StepOutput], family: str = "qwen2", *, has_head: bool = False
+) -> list[list[int]]:
     """Return the plain decoder's passes with the windows that the request had."""
-    options = request.options
+    options, model = request.options, _model(family, has_head=has_head)
     windows = [output.num_masks for output in outputs]
     if not windows:
         return []
     return reference.decode(
-        _model(family),
+        model,
         request.tokens[: request.num_prompt],
         replace(SPECIAL, eos=SPECIAL.eos | options.stop_ids),
         max_tokens=sum(len(output.tokens) for output in outputs)
@@ -448,6 +458,7 @@ def _oracle(request: Request, outputs: list[StepOutput], family: str = "qwen2") 
         num_masks=windows,
         mask_token_id=MASK,
         measure=options.confidence,
+        head=draft_head_of(model),
     ).passes
 
 

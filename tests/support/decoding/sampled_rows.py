@@ -38,10 +38,13 @@ def sampled_row(
 
 def choices(logits: Tensor, rows: Sequence[SampledRow]) -> list[int]:
     """Return the chosen tokens in the order of the rows' reads."""
-    reads, tokens = choose_tokens(logits, rows)
-    assert sorted(reads.tolist()) == sorted(read for row in rows for read in row.reads)
-    token_of = dict(zip(reads.tolist(), tokens.tolist(), strict=True))
-    return [token_of[read] for row in rows for read in row.reads]
+    tokens = torch.full((len(logits),), -1)
+    choose_tokens(logits, tokens, rows)
+    found = tokens.tolist()
+    assert [read for read, token in enumerate(found) if token >= 0] == sorted(
+        read for row in rows for read in row.reads
+    )
+    return [found[read] for row in rows for read in row.reads]
 
 
 def repeated_choices(

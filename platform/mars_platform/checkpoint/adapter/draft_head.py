@@ -27,6 +27,9 @@ if TYPE_CHECKING:  # importing it takes seconds, and a server's ingress loads no
 
 DRAFT_HEAD_FILE = "draft_head.safetensors"
 _NAME = "draft_head"
+NUM_CANDIDATES = 64
+"""Likeliest tokens of a mask that a head chooses among; a product with all takes many times as
+long on a CPU."""
 
 
 class DraftHead(nn.Module):
@@ -47,8 +50,39 @@ class DraftHead(nn.Module):
             hidden: [n, width], last hidden states of masks.
             previous: int64 [n], the token in the place of each mask.
         """
-        rows = F.embedding(previous, self.previous)
-        return rows if self.gate is None else rows * F.linear(hidden, self.gate).sigmoid()
+        return F.embedding(previous, self.previous) * self.gates(hidden)
+
+    def gates(self, hidden: Tensor) -> Tensor:
+        """Return the factors by which hidden states weigh features, [n, rank]; 1 without a gate."""
+        if self.gate is None:
+            return hidden.new_ones(len(hidden), self.previous.shape[1])
+        return F.linear(hidden, self.gate).sigmoid()
+
+    @torch.no_grad()
+    def widen(self, count: int) -> None:
+        """Add features that are zero, in place, so that functions may read whole vectors."""
+        for rows in (self.previous, self.following):
+            rows.data = F.pad(rows, (0, count))
+        if self.gate is not None:
+            self.gate.data = F.pad(self.gate, (0, 0, 0, count))
+
+    def share_out(self, logits: Tensor, hidden: Tensor, previous: Tensor) -> Tensor:
+        """Return logits in which the head shares out the probability of the likeliest tokens anew.
+
+        These are `NUM_CANDIDATES`, whose probability together stays as it is; so does that of each
+        other token.
+
+        Args:
+            logits: float32 [n, vocabulary], of masks; -inf for tokens that may not be drafted.
+            hidden: [n, width] and
+            previous: int64 [n], see `features`.
+        """
+        likely, tokens = logits.topk(min(NUM_CANDIDATES, logits.shape[1]))  # [n, candidates]
+        rows = F.embedding(tokens, self.following)  # [n, candidates, rank]
+        features = self.features(hidden.to(rows.dtype), previous)
+        shared = likely + torch.linalg.vecdot(rows, features.unsqueeze(1))
+        shared += likely.logsumexp(-1, keepdim=True) - shared.logsumexp(-1, keepdim=True)
+        return logits.scatter(-1, tokens, shared)
 
     def forward(self, hidden: Tensor, previous: Tensor) -> Tensor:
         """Return what is added to the masks' logits, [n, vocabulary]; see `features`."""

@@ -124,14 +124,13 @@ def _by_check(
 ) -> Accepted:
     """Accept direct reads, and take the next drafts from the masks of the outcome they make."""
     num_right = count - 1
-    begin = row.num_proposed + sum(row.masks[:num_right])
-    behind = slice(begin, begin + row.masks[num_right])
+    behind = row.group(num_right)
     num_own = row.request.num_own_drafts
     return Accepted(
         tokens[:count],
         confidences[:count],
         num_right=num_right,
-        next_drafts=list(map(Draft, tokens[behind], confidences[behind])),
+        next_drafts=[Draft(tokens[read], confidences[read]) for read in behind],
         num_masks_tried=min(row.num_drafts, num_own),
         num_masks_accepted=min(num_right, num_own),
     )

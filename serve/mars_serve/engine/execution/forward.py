@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from mars_platform.checkpoint.adapter.draft_head import draft_head_of
 from mars_platform.checkpoint.adapter.lora import LoraWeights
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.mixing.bind import ATTENTION_NAME
@@ -22,11 +23,13 @@ from mars_serve.engine.decoder.merged import merge_layers
 from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.device.transfer import HostCopy
 from mars_serve.engine.execution.acceptance import Accepted, accept, num_accepted
+from mars_serve.engine.execution.draft_walk import DraftWalk
 from mars_serve.engine.execution.graphs import (
     Capture,
     CapturedGraphs,
     EagerForward,
     Forward,
+    ForwardOutput,
     GraphedForward,
     GraphSizes,
 )
@@ -36,7 +39,7 @@ from mars_serve.engine.execution.prompt_logprobs import (
     next_tokens,
     positions_at_once,
 )
-from mars_serve.engine.execution.proposals import build_reads, propose, unpack
+from mars_serve.engine.execution.proposals import Reads, build_reads, propose, unpack
 from mars_serve.engine.execution.step_sampling import Reports, reported, sampled_rows
 from mars_serve.engine.kernels.native import native_for
 from mars_serve.engine.request import Request, RowState
@@ -48,8 +51,9 @@ from mars_serve.engine.states.slots import States
 _log = logging.getLogger(__name__)
 
 OnLogits = Callable[[Tensor, Sequence[ScheduledRow]], None]
-"""Function called in each step with the raw logits [reads, vocabulary], valid during the call, and
-the rows that read them, in order; again if the step is repeated because it failed."""
+"""Function called in each step with the logits [reads, vocabulary] before any rule of sampling,
+valid during the call, and the rows that read them, in order; again if the step is repeated because
+it failed. A draft head has acted on those of masks that are of use."""
 _TILE = 16
 """Rows of every matrix product in batch-invariant mode."""
 _NOTHING = Accepted([], [])
@@ -152,6 +156,8 @@ class ModelRunner:
         # A function of C++ writes to their logits without looking.
         assert set(banned) <= set(range(probe.logits.shape[-1])), "banned tokens have logits"
         self._banned = torch.tensor(banned, dtype=torch.long, device=model.device)
+        head = draft_head_of(model)
+        self._head = DraftWalk(head, native, self._banned) if head is not None else None
         self._graphed: GraphedForward | None = None  # unless attention reads pages in place
         if isinstance(attention, InPlace):
             self._graphed = GraphedForward(model, attention, self._banned, states)
@@ -207,18 +213,36 @@ class ModelRunner:
             )
         if output.reads is None:
             return Launched(rows, None, None, Reports({}), scores, grammars)
+        logits, proposals = self._proposals(output, output.reads, reading, grammars)
         if self.on_logits is not None:
             self.on_logits(logits, reading)
-        log_probs = reported(logits, reading)  # before `propose` overwrites the logits
-        sampled = sampled_rows(reading, grammars)
-        proposals = output.proposals
-        if sampled or proposals is None:
-            choose = partial(choose_tokens, rows=sampled) if sampled else None
-            native = self._native if logits.dtype is self.model.dtype else None
-            proposals = propose(logits, output.reads, self._banned, choose, native)
-        reports = Reports.of(log_probs, proposals, reading)
+        reports = Reports.of(reported(logits, reading), proposals, reading)
         copy = HostCopy(proposals)
         return Launched(rows, copy, self._drawn(reading), reports, scores, grammars)
+
+    def _proposals(
+        self,
+        output: ForwardOutput,
+        reads: Reads,
+        rows: Sequence[ScheduledRow],
+        grammars: StepGrammars,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the table of `propose`, behind the logits, on which a draft head has acted."""
+        logits, act, waits = output.logits, None, self._graphed is None
+        native = self._native if logits.dtype is self.model.dtype else None
+        head = self._head if any(row.has_own_masks for row in rows) else None
+        is_watched = self.on_logits is not None
+        if head and native and not is_watched and head.takes(rows, logits, reads):
+            table = native.propose(logits, self._banned, reads.wanted)
+            head.walk(output.hidden, logits, table, rows)
+            return logits, table
+        sampled = sampled_rows(rows, grammars, has_head=head is not None, waits=waits)
+        if output.proposals is not None and not sampled:
+            return logits, output.proposals
+        if head is not None:
+            logits, act = logits.float(), partial(head.act, output.hidden)
+        choose = partial(choose_tokens, rows=sampled, act_head=act) if sampled else None
+        return logits, propose(logits, reads, self._banned, choose, native)
 
     def load_lora(self, slot: int, weights: LoraWeights) -> None:
         """Put a LoRA adapter into a slot."""

@@ -48,6 +48,8 @@ class ForwardOutput:
     logits: Tensor
     """[reads, vocabulary], logits of the positions that are read. May be overwritten; valid until
     the next step."""
+    hidden: Tensor
+    """[reads, hidden_size], hidden states that the logits were made of; valid as these are."""
     reads: Reads | None
     """Description of the logits, on their device; None if the step reads none."""
     proposals: Tensor | None
@@ -100,8 +102,10 @@ class EagerForward:
             has_masks=batch.has_masks,
             slots=step.slots if slots else None,
         )
+        read = hidden.index_select(0, step.reads)
         return ForwardOutput(
-            logits=self._function.logits(hidden.index_select(0, step.reads)),
+            logits=self._function.logits(read),
+            hidden=read,
             reads=_on_device(reads, step),
             proposals=None,
             scored=hidden.index_select(0, step.scored),
@@ -235,6 +239,8 @@ class GraphedForward:
         self._is_banned[banned] = True
         self._numbers = torch.empty(0, dtype=torch.long, device=self._device)
         self._logits = torch.empty(0, vocabulary, dtype=model.dtype, device=self._device)
+        width = model.get_output_embeddings().in_features
+        self._read = torch.empty(0, width, dtype=model.dtype, device=self._device)
         self._proposals = torch.empty(0, 2, dtype=torch.int32, device=self._device)
 
     @torch.inference_mode()
@@ -256,6 +262,7 @@ class GraphedForward:
         most = max(shape.num_reads for shape in shapes)
         self._numbers = self._numbers.new_zeros(max(self._input(each).total for each in shapes))
         self._logits = self._logits.new_zeros(most, self._logits.shape[1])
+        self._read = self._read.new_zeros(most, self._read.shape[1])
         self._proposals = self._proposals.new_zeros(most, 2)
         self._sizes = sizes
         for done, shape in enumerate(shapes, start=1):
@@ -289,6 +296,7 @@ class GraphedForward:
         count, step = len(batch.reads), captured.step
         return ForwardOutput(
             logits=self._logits[:count],
+            hidden=self._read[:count],
             reads=_on_device(reads, step),
             proposals=self._proposals[:count],
             scored=self._logits[:0],
@@ -303,9 +311,11 @@ class GraphedForward:
         numbers = self._pack(batch, reads, next_tokens, shape, sizes)
         step = sizes.on_device(to_device(numbers, self._device))
         hidden = self._hidden(step, shape)
-        logits = self._function.logits(hidden.index_select(0, step.reads))
+        read = hidden.index_select(0, step.reads)
+        logits = self._function.logits(read)
         return ForwardOutput(
             logits=logits,
+            hidden=read,
             reads=_on_device(reads, step),
             proposals=self._propose(logits, step),
             scored=hidden.index_select(0, step.scored),
@@ -358,11 +368,12 @@ class GraphedForward:
         self, shape: ForwardShape, step: StepInput[Tensor]
     ) -> Callable[[], None]:
         # One table serves all graphs; otherwise each would keep its own logits.
-        logits, proposals = self._logits[: shape.num_reads], self._proposals[: shape.num_reads]
+        tables = self._read, self._logits, self._proposals
+        read, logits, proposals = (table[: shape.num_reads] for table in tables)
 
         def run() -> None:
-            hidden = self._hidden(step, shape).index_select(0, step.reads)
-            self._function.write_logits(hidden, logits)
+            torch.index_select(self._hidden(step, shape), 0, step.reads, out=read)
+            self._function.write_logits(read, logits)
             proposals.copy_(self._propose(logits, step))
 
         return run

@@ -20,9 +20,10 @@ _MAX_PART = 2**17
 
 _MEASURES = {measure: index for index, measure in enumerate(Confidence)}
 
-ChooseTokens = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Function from logits, banned tokens being -inf, to int64 [n] reads and the int64 [n] tokens that
-it chooses there."""
+ChooseTokens = Callable[[Tensor, Tensor], object]
+"""Function that gets logits, banned tokens being -inf, and the likeliest tokens, int64 [reads], in
+whose place it writes those that it chooses. It may change logits: confidences are then those of the
+changed ones."""
 
 
 @dataclass(frozen=True)
@@ -73,19 +74,24 @@ def propose(
     """Choose the token at each read, and return it with the bits of its float32 confidence.
 
     It is the likeliest one that may be emitted, unless ``choose_tokens`` replaces it; its
-    confidence is taken from the raw ``logits``, float [reads, vocabulary], which may be overwritten
-    where tokens are ``banned``, int64 [banned]. A confidence that does not matter may be 1, or NaN
-    if the likeliest token's logit is not finite. ``native`` are functions for numbers of the
-    logits' type, if there are some. The result is int32 [reads, 2].
+    confidence is taken from the raw ``logits``, float [reads, vocabulary], in which tokens may be
+    ``banned``, int64 [banned]. A confidence that does not matter may be 1, or NaN if the likeliest
+    token's logit is not finite. ``native`` are functions for numbers of the logits' type, if there
+    are some. The result is int32 [reads, 2].
     """
-    is_plain = choose_tokens is None and reads.temperatures is None and logits.is_contiguous()
-    if native is not None and is_plain and reads.used_measures <= {Confidence.PROBABILITY}:
+    if native is not None and choose_tokens is None and is_simple(logits, reads):
         return native.propose(logits, banned, reads.wanted)
     parts = [
         _propose(*part, reads, banned, choose_tokens)
         for part in _parts(logits, split=choose_tokens is None)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def is_simple(logits: Tensor, reads: Reads) -> bool:
+    """Return whether functions of C++ can compute the confidences of reads of ``logits``."""
+    is_raw = reads.temperatures is None and logits.is_contiguous()
+    return is_raw and reads.used_measures <= {Confidence.PROBABILITY}
 
 
 def unpack(table: Tensor) -> tuple[list[int], list[float]]:
@@ -107,18 +113,18 @@ def _propose(
     logits: Tensor, part: slice, reads: Reads, banned: Tensor, choose_tokens: ChooseTokens | None
 ) -> Tensor:
     """Return the token of each read and the bits of its confidence: int32 [part, 2]."""
-    log_probs: Tensor | None = None
-    if reads.wanted[part].any():
-        divisors = reads.temperatures
-        raw = logits if divisors is None else logits / divisors[part, None].float()
-        log_probs = log_probabilities(raw)  # of all tokens, banned ones included
+    raw = logits.index_select(-1, banned)
     most, tokens = logits.index_fill_(-1, banned, -torch.inf).max(-1)  # faster than argmax
     if choose_tokens is not None:
-        tokens.index_copy_(0, *choose_tokens(logits))
-    if log_probs is None:
-        confidences = (most - most).float() + 1.0  # NaN where `most` is not finite
-    else:
+        choose_tokens(logits, tokens)
+    logits.index_copy_(-1, banned, raw)  # banned tokens have their share of the probability
+    if reads.wanted[part].any():
+        divisors = reads.temperatures
+        scaled = logits if divisors is None else logits / divisors[part, None].float()
+        log_probs = log_probabilities(scaled)
         confidences = _confidences(log_probs, tokens, reads.measures[part], reads.used_measures)
+    else:
+        confidences = (most - most).float() + 1.0  # NaN where `most` is not finite
     return torch.stack([tokens.int(), confidences.view(torch.int32)], dim=1)
 
 

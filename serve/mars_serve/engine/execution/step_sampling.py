@@ -33,22 +33,26 @@ REFUSALS = (GrammarError, NoTokenLeft)
 """Errors of what a request asks for, which show only while its output is written."""
 
 
-def sampled_rows(rows: Sequence[ScheduledRow], grammars: StepGrammars) -> list[SampledRow]:
+def sampled_rows(
+    rows: Sequence[ScheduledRow], grammars: StepGrammars, *, has_head: bool, waits: bool
+) -> list[SampledRow]:
     """Return the rows whose tokens are not simply the likeliest ones, cheap grammars first.
 
-    ``rows`` are those that read logits, in order.
+    ``rows`` are those that read logits, in order. ``has_head`` says that a draft head acts at the
+    model's own masks. If choosing ``waits`` for the tokens anyway, since the host chooses them,
+    only the groups of masks of outcomes that come about are sampled.
     """
-    if all(row.request.options.is_plain for row in rows):
-        return []
     chosen = [
         (row, start)
         for row, start in zip(rows, first_reads(rows), strict=False)
-        if not row.request.options.is_plain
+        if not row.request.options.is_plain or (has_head and row.has_own_masks)
     ]
     for row, _ in chosen:
-        row.request.sampling_s, row.request.num_choices = 0.0, 0
+        row.request.sampling_s = 0.0
+        row.request.num_choices = 0 if row.request.options.is_plain else row.num_reads
     chosen.sort(key=lambda pair: cost(pair[0].request.matcher))
-    return [part for row, start in chosen for part in _sampled_parts(row, start, grammars)]
+    how = {"has_head": has_head, "waits": waits}
+    return [part for row, start in chosen for part in _sampled_parts(row, start, grammars, **how)]
 
 
 def prepare(request: Request, vocabulary: int, ends: frozenset[int]) -> None:
@@ -73,22 +77,28 @@ def prepare(request: Request, vocabulary: int, ends: frozenset[int]) -> None:
         request.ends = torch.tensor(sorted(early), dtype=torch.long)
 
 
-def _sampled_parts(row: ScheduledRow, start: int, grammars: StepGrammars) -> Iterator[SampledRow]:
+def _sampled_parts(
+    row: ScheduledRow, start: int, grammars: StepGrammars, *, has_head: bool, waits: bool
+) -> Iterator[SampledRow]:
     """Split a row's reads into its direct reads and those of each group of masks.
 
-    Under a grammar, the group of the outcome that comes about goes on where the direct reads end;
-    the others are of no use. Without one, or while it waits for the end of thinking, all are
-    sampled together, without the tokens before them that bad words may begin with: drafts that are
-    forbidden fail their check.
+    The group of the outcome that comes about goes on where the direct reads end; the others are of
+    no use. Where neither a grammar nor a draft head needs the tokens there and the host would have
+    to wait for them, all groups are sampled together, without the tokens before them that bad words
+    may begin with: drafts that are forbidden fail their check.
     """
     request, sampling, thinking = row.request, row.request.options.sampling, row.request.thinking
     length, num_output = len(request.tokens), request.num_output
     is_delayed = thinking is not None and thinking.delays_grammar
     has_grammar = request.matcher is not None and not is_delayed
     may_run_out = thinking is not None and thinking.may_run_out(row.num_proposed)
+    has_head = has_head and row.has_own_masks
 
-    def part(begin: int, count: int, ahead: int, behind: Behind | None = None) -> SampledRow:
+    def part(
+        begin: int, count: int, ahead: int, behind: Behind | None = None, before: int = -1
+    ) -> SampledRow:
         is_alone = ahead > 0 and behind is None
+        is_headed = has_head and (behind is not None or not request.plan.checks_drafts)
         return SampledRow(
             sampling=sampling,
             reads=list(range(begin, begin + count)),
@@ -100,18 +110,20 @@ def _sampled_parts(row: ScheduledRow, start: int, grammars: StepGrammars) -> Ite
             allow=_allow(request, None if is_alone else grammars, has_grammar=has_grammar),
             allow_follows=has_grammar or may_run_out or sampling.follows_output,
             has_grammar=has_grammar,
-            charge=request.charge,
+            charge=float if request.options.is_plain else request.charge,
             behind=behind,
+            previous=[before, *range(begin, begin + count - 1)] if is_headed else (),
         )
 
     checked = part(start, row.num_proposed, 0)
     yield checked
     drafts = [draft.token for draft in request.drafts[: row.num_drafts]]
     begin = start + row.num_proposed
+    waits = waits or has_head or has_grammar
     for outcome, count in enumerate(row.masks if row.num_group_proposals else ()):
         if count:
-            behind = Behind(checked, drafts[:outcome]) if has_grammar else None
-            yield part(begin, count, outcome + 1, behind)
+            behind = Behind(checked, drafts, outcome) if waits else None
+            yield part(begin, count, outcome + 1, behind, start + outcome)
         begin += count
 
 

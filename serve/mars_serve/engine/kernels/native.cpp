@@ -3,9 +3,11 @@
 // Compiled by `native.py` with NUMBER_BFLOAT16 or NUMBER_FLOAT32 defined. All sums are in float32,
 // and a result depends on its own row alone: not on the number of threads or of other rows.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <new>
 #include <vector>
 
@@ -680,6 +682,87 @@ int64_t place_of_largest(const std::vector<float>& row) {
   return found;
 }
 
+struct Likely {
+  float logit;
+  int64_t token;
+};
+
+struct Walk {
+  const Number* logits;    // [reads, size]
+  const int64_t* banned;   // [num_banned], tokens that are never drafted
+  const float* previous;   // [size, rank], weights of a draft head by the token before
+  const float* following;  // [size, rank], its weights by the drafted token
+  Proposal* proposals;     // [reads], the likeliest tokens without the head
+  int64_t num_banned, size, rank, most;
+};
+
+// Finds a read's likeliest tokens that are not banned, at most `most`, the first among equals.
+void find_likely(const Walk& walk, const Number* row, std::vector<Likely>& likely) {
+  constexpr int64_t kPart = 64;
+  const auto is_before = [](const Likely& one, const Likely& other) {
+    return one.logit > other.logit || (one.logit == other.logit && one.token < other.token);
+  };
+  const int64_t size = walk.size, num_parts = (size + kPart - 1) / kPart;
+  std::vector<float> tops(num_parts, -INFINITY);
+  for (int64_t part = 0; part < num_parts; ++part) {
+    int64_t at = part * kPart, end = at + kPart < size ? at + kPart : size;
+    Floats most = all(-INFINITY);
+    for (; at + kLanes <= end; at += kLanes) most = larger(load(row + at), most);
+    tops[part] = largest(most);
+    for (; at < end; ++at) tops[part] = std::max(tops[part], load_one(row + at));
+  }
+  // As many parts hold such a number as there may be tokens to find, the banned ones included.
+  const int64_t wanted = walk.most + walk.num_banned;
+  float least = -INFINITY;
+  if (wanted < num_parts) {
+    std::vector<float> ordered = tops;
+    std::nth_element(ordered.begin(), ordered.begin() + wanted, ordered.end(), std::greater<>());
+    least = ordered[wanted];
+  }
+  likely.clear();
+  const int64_t* end_of_banned = walk.banned + walk.num_banned;
+  for (int64_t part = 0; part < num_parts; ++part)
+    for (int64_t at = part * kPart; tops[part] >= least && at < size; ++at) {
+      if (at == (part + 1) * kPart) break;
+      if (load_one(row + at) >= least && std::find(walk.banned, end_of_banned, at) == end_of_banned)
+        likely.push_back({load_one(row + at), at});
+    }
+  if (int64_t(likely.size()) > walk.most) {
+    std::nth_element(likely.begin(), likely.begin() + walk.most, likely.end(), is_before);
+    likely.resize(walk.most);
+  }
+}
+
+// Chooses the drafts of reads one behind the other, the first behind `token`, by the head's gates,
+// [count, rank], which share out the probability of the likeliest tokens anew.
+void walk_chain(const Walk& walk, int64_t read, int64_t count, int64_t token, const float* gates) {
+  std::vector<Likely> likely;
+  std::vector<float> features(walk.rank);
+  for (; count > 0; --count, ++read, gates += walk.rank) {
+    const Number* row = walk.logits + read * walk.size;
+    Proposal& proposal = walk.proposals[read];
+    const float top = load_one(row + proposal.token);
+    if (!(proposal.confidence > 0)) return;  // some logit is not finite
+    find_likely(walk, row, likely);
+    for (int64_t i = 0; i < walk.rank; ++i)
+      features[i] = walk.previous[token * walk.rank + i] * gates[i];
+    float before = 0, after = 0;
+    for (Likely& one : likely) {
+      before += std::exp(one.logit - top);
+      Floats sums = {};
+      const float* weights = walk.following + one.token * walk.rank;
+      for (int64_t i = 0; i < walk.rank; i += kLanes) sums += load(&features[i]) * load(weights + i);
+      one.logit += sum(sums);
+    }
+    Likely best = likely[0];
+    for (const Likely& one : likely)
+      if (one.logit > best.logit || (one.logit == best.logit && one.token < best.token)) best = one;
+    for (const Likely& one : likely) after += std::exp(one.logit - best.logit);
+    token = best.token;
+    proposal = {int32_t(token), proposal.confidence * before / after};
+  }
+}
+
 constexpr int64_t kPiece = 1 << 13;  // numbers of a piece that takes longer than sharing it out
 constexpr int64_t kBlocks = 4;       // blocks of a piece, which fetches each next one
 
@@ -789,6 +872,19 @@ int marsray_propose(const Number* logits, const int64_t* banned, const bool* wan
     proposals[i] = {int32_t(token), wanted[i] ? probability_of(row[token], row) : one};
   };
   threads->run(num_threads, rows, [&](int64_t i) { failed |= is_short([&] { propose(i); }); });
+  return failed;
+}
+
+// Chooses drafts anew by a draft head, along chains of reads; `chains`, [num_chains, 4], are first
+// read, number of reads, token before them and their first row of `gates`.
+int marsray_walk(const Walk* walk, const int64_t* chains, const float* gates, int64_t num_chains,
+                 int num_threads) {
+  std::atomic<int> failed{0};
+  threads->run(num_threads, num_chains, [&](int64_t i) {
+    const int64_t* chain = chains + 4 * i;
+    const float* own = gates + chain[3] * walk->rank;
+    failed |= is_short([&] { walk_chain(*walk, chain[0], chain[1], chain[2], own); });
+  });
   return failed;
 }
 

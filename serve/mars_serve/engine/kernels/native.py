@@ -21,6 +21,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +65,15 @@ class AttentionArguments(ctypes.Structure):
     )
 
 
+class _Walk(ctypes.Structure):
+    """Arguments of ``marsray_walk``; `native.cpp` says what each field is."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("logits", "banned", "previous", "following", "proposals")),
+        *((name, _COUNT) for name in ("num_banned", "size", "rank", "most")),
+    )
+
+
 class Native:
     """The functions for numbers of one type, on contiguous tensors unless strides are named."""
 
@@ -80,9 +90,11 @@ class Native:
         self._multiply.argtypes = [*[_POINTER] * 4, *[_COUNT] * 3, _INT]
         self._propose = library.marsray_propose
         self._propose.argtypes = [*[_POINTER] * 4, *[_COUNT] * 3, _INT]
+        self._walk = library.marsray_walk
+        self._walk.argtypes = [ctypes.POINTER(_Walk), *[_POINTER] * 2, _COUNT, _INT]
         for function in (self._norm, self._rotate, self._gate, self._pack):
             function.restype = None
-        for function in (self._attend, self._multiply, self._propose):
+        for function in (self._attend, self._multiply, self._propose, self._walk):
             function.restype = _check_memory
 
     def attend(self, arguments: AttentionArguments) -> None:
@@ -130,6 +142,32 @@ class Native:
         pointers = logits.data_ptr(), banned.data_ptr(), wanted.ctypes.data, table.data_ptr()
         self._propose(*pointers, len(banned), rows, size, torch.get_num_threads())
         return table
+
+    def walk(
+        self,
+        logits: Tensor,
+        banned: Tensor,
+        chains: Sequence[tuple[int, int, int]],
+        gates: Tensor,
+        weights: tuple[Tensor, Tensor],
+        most: int,
+        table: Tensor,
+    ) -> None:
+        """Let a draft head choose drafts anew in a ``table`` of `propose`.
+
+        ``chains`` are first read, number of reads and token before them; ``gates``, float32 [reads
+        of all chains, rank], are its gates there. It chooses among the ``most`` likeliest tokens.
+        ``weights``, float32 [vocabulary, rank], are those by the token before and by the next one;
+        ``rank`` is a multiple of `LANES`.
+        """
+        previous, following = weights
+        tensors = logits, banned, previous, following, table
+        sizes = len(banned), logits.shape[1], gates.shape[1], most
+        walk = _Walk(*(tensor.data_ptr() for tensor in tensors), *sizes)
+        ends = accumulate((count for _, count, _ in chains), initial=0)
+        numbers = torch.tensor([(*chain, row) for chain, row in zip(chains, ends, strict=False)])
+        pointers = numbers.data_ptr(), gates.data_ptr()
+        self._walk(ctypes.byref(walk), *pointers, len(chains), torch.get_num_threads())
 
     def norm(self, inputs: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """Divide rows, [..., size], by their root mean square, times a float32 weight [size]."""

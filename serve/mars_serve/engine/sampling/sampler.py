@@ -96,14 +96,17 @@ class Behind(NamedTuple):
     checked: SampledRow
     """Row that checks them."""
     drafts: list[int]
+    outcome: int
+    """Number of leading drafts that are right."""
 
     def chosen(self, tokens: list[int]) -> list[int] | None:
-        """Return the tokens up to behind the drafts, or None if the drafts are wrong.
+        """Return the tokens up to behind the right drafts, or None if others are right.
 
         ``tokens`` are those that the row chooses which checks them.
         """
-        count = len(self.drafts)
-        return tokens[: count + 1] if tokens[:count] == self.drafts else None
+        right = [token == draft for token, draft in zip(tokens, self.drafts, strict=False)]
+        is_outcome = [*right, False].index(False) == self.outcome
+        return tokens[: self.outcome + 1] if is_outcome else None
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ class SampledRow:
     end_tokens: Tensor | None = None
     """int64 [n], on the host: tokens that are not chosen before ``min_tokens``."""
     history: TokenHistory | None = None
-    """History of the tokens before depth 0, if the sampling needs it; not modified."""
+    """History of the committed tokens, if the sampling needs it; not modified."""
     bias: Bias | None = None
     allow: Callable[[list[int]], Tensor | None] | None = None
     """Function from the tokens chosen at earlier depths to the tokens that are allowed behind
@@ -134,54 +137,80 @@ class SampledRow:
     charge: Callable[[float], object] = float
     """Called with CPU seconds that a choice took, what ``allow`` takes left out."""
     behind: Behind | None = None
-    """Drafts that the row stands behind. If they are right, ``allow`` gets the tokens chosen there
-    before the row's own; if not, the row is of no use, and its tokens are chosen without it."""
+    """Drafts that the row stands behind. If its outcome comes about, the tokens chosen there count
+    before the row's own; if not, the row is of no use, and no tokens are chosen."""
+    previous: Sequence[int] = ()
+    """For each read, the one whose token stands before its own, by which a draft head acts, or -1
+    where none acts; empty if it acts at none."""
+
+    @property
+    def follows(self) -> bool:
+        """Whether rules that the host applies depend on the choices at earlier depths."""
+        follows = self.allow is not None and self.allow_follows
+        return len(self.reads) > 1 and (self.sampling.needs_history or follows)
 
     @property
     def is_chain(self) -> bool:
         """Whether the choice at a depth depends on the choices at earlier depths."""
-        follows = self.allow is not None and self.allow_follows
-        return len(self.reads) > 1 and (self.sampling.needs_history or follows)
+        return self.follows or (len(self.reads) > 1 and bool(self.previous))
 
 
-def choose_tokens(logits: Tensor, rows: Sequence[SampledRow]) -> tuple[Tensor, Tensor]:
-    """Choose a token at every read of every row.
+ActHead = Callable[[Tensor, Tensor, Tensor], object]
+"""Function that lets a draft head act on logits [reads, vocabulary], in place, at int64 [n] reads
+behind int64 [n] tokens."""
+
+
+def choose_tokens(
+    logits: Tensor, tokens: Tensor, rows: Sequence[SampledRow], act_head: ActHead | None = None
+) -> None:
+    """Choose a token at every read of every row, unless the row is of no use.
 
     At temperature 0 it is the likeliest token, the lowest id among equals; otherwise it is the one
     with the highest sum of scaled logit and noise. Penalties and grammars at a depth count the
-    tokens chosen at earlier depths of the row, so such rows take one pass for each depth; all other
-    rows share one pass. If rules, a grammar or an early end leave no token, the likeliest is chosen
-    regardless, and the caller has to notice. A row with a NaN gets some valid token.
+    tokens chosen at earlier depths of the row, and a draft head acts by them, so such rows take one
+    pass for each depth; all other rows share one pass. If rules, a grammar or an early end leave no
+    token, the likeliest is chosen regardless, and the caller has to notice. A row with a NaN gets
+    some valid token.
 
     Args:
         logits: float [reads, vocabulary], any float type; tokens that are never emitted are -inf.
-            Not modified.
+            Modified by the draft head alone.
+        tokens: int64 [reads], the likeliest tokens, which are overwritten.
         rows: rows of any kinds, with no read in common and token ids below the vocabulary.
-
-    Returns:
-        int64 [n] reads and int64 [n] tokens, on the device of the logits, where n is the number of
-        all rows' reads. Their order is not that of the rows.
+        act_head: acts for the rows that name previous reads.
     """
-    chosen = [torch.empty(2, 0, dtype=torch.long, device=logits.device)]
     walks = [_Walk(row) for row in rows if row.behind is None]
     groups = [row for row in rows if row.behind is not None]
     while walks:
         wave = sorted((pick for walk in walks for pick in walk.picks()), key=_Pick.kind)
-        parts = list(_choose(logits, wave))
-        chosen += parts
-        ended = [walk for walk in walks if walk.is_last] if groups else []
+        if act_head is not None:
+            _act(logits, tokens, wave, act_head)
+        for reads, chosen in _choose(logits, wave):
+            tokens.index_copy_(0, reads, chosen)
+        ended = {id(walk.row) for walk in walks if walk.is_last} if groups else set()
         walks = [walk for walk in walks if not walk.is_last]
-        if walks or ended:  # a chain goes on from the token here, so the host has to know it
-            token_of = dict(torch.cat(parts, dim=1).T.tolist())
+        if ended or any(walk.row.follows for walk in walks):  # the host has to know the tokens
+            token_of = tokens.tolist()
+        else:
+            token_of = [0] * len(tokens)
         for walk in walks:
             walk.extend(token_of[walk.read])
-        for walk in ended:
-            tokens = [*walk.chosen, *(token_of[read] for read in walk.rest)]
-            for row in groups:
-                if row.behind is not None and row.behind.checked is walk.row:
-                    walks.append(_Walk(row, before=row.behind.chosen(tokens)))
-    reads, tokens = torch.cat(chosen, dim=1)
-    return reads, tokens
+        for row in groups:
+            if row.behind is not None and id(row.behind.checked) in ended:
+                before = row.behind.chosen([token_of[read] for read in row.behind.checked.reads])
+                walks += [] if before is None else [_Walk(row, before=before)]
+
+
+def _act(logits: Tensor, tokens: Tensor, picks: Sequence[_Pick], act_head: ActHead) -> None:
+    """Let a draft head act at picks, given ``tokens``, int64 [reads], chosen before."""
+    places = [
+        (pick.read, pick.row.previous[pick.depth])
+        for pick in picks
+        if pick.row.previous and pick.row.previous[pick.depth] >= 0
+    ]
+    if places:
+        reads, previous = to_device(torch.tensor(places).T.contiguous(), logits.device)
+        act_head(logits, reads, tokens[previous])
 
 
 def log_probs_of(
@@ -250,22 +279,20 @@ class _Walk:
 
     row: SampledRow
     chosen: list[int] = field(default_factory=list)
-    before: list[int] | None = field(default_factory=list)
-    """Tokens that ``allow`` gets before the row's own; None if the row is of no use."""
+    before: list[int] = field(default_factory=list)
+    """Tokens chosen before the row's own, behind the committed ones."""
     history: TokenHistory | None = field(init=False)
 
     def __post_init__(self) -> None:
-        history = self.row.history
-        self.history = history.copy() if history is not None and self.row.is_chain else history
+        self.history = self.row.history
+        if self.history is not None and (self.before or self.row.is_chain):
+            self.history = self.history.copy()
+            self.history.extend(self.before)
 
     @property
     def rest(self) -> list[int]:
         first = len(self.chosen)
-        return self.row.reads[first : first + 1 if self._is_chain else None]
-
-    @property
-    def _is_chain(self) -> bool:
-        return self.row.is_chain and self.before is not None
+        return self.row.reads[first : first + 1 if self.row.is_chain else None]
 
     @property
     def read(self) -> int:
@@ -273,7 +300,7 @@ class _Walk:
 
     @property
     def is_last(self) -> bool:
-        return not self._is_chain or len(self.chosen) == len(self.row.reads) - 1
+        return not self.row.is_chain or len(self.chosen) == len(self.row.reads) - 1
 
     def extend(self, token: int) -> None:
         self.chosen.append(token)
@@ -283,7 +310,7 @@ class _Walk:
     def picks(self) -> list[_Pick]:
         # The function gets a copy, because it may keep the list.
         allowed = None
-        if self.row.allow is not None and self.before is not None:
+        if self.row.allow is not None:
             allowed = self.row.allow([*self.before, *self.chosen])
         first = len(self.chosen)
         depths = range(first, first + len(self.rest))

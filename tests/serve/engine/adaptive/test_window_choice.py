@@ -289,7 +289,7 @@ def test_the_first_sampled_token_tells_at_once_what_positions_cost() -> None:
     rows = sampled_rows()
     chooser = slow_chooser(step_times({1: 0.010, 256: 0.040}))
     assert min(windows_of(chooser, rows)) > 1
-    rows[0].charge(0.01)
+    rows[0].sampling_s, rows[0].num_choices = 0.01, 1
     assert max(windows_of(chooser, rows)) == 0
 
 
@@ -413,7 +413,7 @@ def test_time_of_sampling_each_position_counts_as_time_of_the_step() -> None:
     sampled = sampled_rows()
     chooser = settled_chooser(step_times({1: 0.010, 256: 0.040}), sampled, 0.5)
     assert min(windows_of(chooser, sampled)) > 1
-    sampled[0].charge(0.01)
+    sampled[0].sampling_s, sampled[0].num_choices = 0.01, 1
     assert max(windows_of(chooser, sampled)) == 0
     assert chooser.least_gain > 0.8  # what steps of .09 s give in the .01 s of a position
     assert max(windows_of(chooser, sampled[1:])) == 0  # known from earlier steps

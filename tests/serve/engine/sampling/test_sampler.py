@@ -42,7 +42,6 @@ from mars_serve.engine.sampling.sampler import (
     SampledRow,
     TokenHistory,
     bias_of,
-    choose_tokens,
     gumbel_noise,
     log_probs_of,
 )
@@ -443,12 +442,6 @@ def test_a_row_of_nans_gets_a_valid_token_and_leaves_other_rows_alone(sampling: 
     found = choices(logits, rows)
     assert all(0 <= token < 600 for token in found)
     assert [found[read] for read in (0, 1, 3, 5)] == [expected[read] for read in (0, 1, 3, 5)]
-
-
-def test_no_rows_give_no_choices() -> None:
-    reads, tokens = choose_tokens(torch.zeros(2, VOCABULARY), [])
-    assert reads.shape == tokens.shape == (0,)
-    assert reads.dtype == tokens.dtype == torch.long
 
 
 # --- log-probabilities --------------------------------------------------------------------------
