@@ -9,7 +9,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from mars_platform.checkpoint.metadata import ADAPTER_FILE, METADATA_FILE
+from mars_platform.checkpoint.metadata import ADAPTER_FILE, DRAFT_HEAD_FILE, METADATA_FILE
 from mars_platform.config import read_json
 from mars_platform.errors import UserError, one_line
 
@@ -39,7 +39,7 @@ def weights_fingerprint(path: Path) -> str:
         UserError: a weights file, or an adapter's ``mars.json``, is damaged.
     """
     sums = _sum_of_base(path)
-    for file in path.glob("*.safetensors"):
+    for file in (*path.glob("*.safetensors"), *path.glob(DRAFT_HEAD_FILE)):
         try:
             sums |= _sums_of_tensors(file)
         except (OSError, SafetensorError) as error:

@@ -32,6 +32,9 @@ CHAT_TEMPLATE_FILE = "chat_template.json"
 """Place of the chat template in older multimodal checkpoints, which only processors read."""
 ADAPTER_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
+DRAFT_HEAD_FILE = "draft_head/weights.safetensors"
+"""Place of a draft head's weights. Other servers take all weights that lie directly in a
+checkpoint's directory for the model's own."""
 _DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _REMEDY = "copy the checkpoint's file again"
@@ -58,7 +61,7 @@ class MarsMetadata(Settings):
     provenance: dict[str, Any] = Field(default_factory=dict)
     """How the checkpoint was made: base model, recipe, versions."""
     draft_head: DraftHeadSettings | None = None
-    """Settings of the weights in ``draft_head.safetensors``; null for none."""
+    """Settings of the weights in ``draft_head/weights.safetensors``; null for none."""
 
 
 def locate_model(model: str) -> Path:

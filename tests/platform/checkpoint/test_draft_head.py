@@ -14,7 +14,6 @@ from decoding.adapters import with_random_head, write_adapter
 from decoding.tiny_models import build_model
 from mars_platform.checkpoint.adapted import check_fit, load_weights, read_model
 from mars_platform.checkpoint.adapter.draft_head import (
-    DRAFT_HEAD_FILE,
     DraftHead,
     attach_draft_head,
     draft_head_of,
@@ -22,7 +21,7 @@ from mars_platform.checkpoint.adapter.draft_head import (
 )
 from mars_platform.checkpoint.directory import read_checkpoint
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
-from mars_platform.checkpoint.metadata import DraftHeadSettings, MarsMetadata
+from mars_platform.checkpoint.metadata import DRAFT_HEAD_FILE, DraftHeadSettings, MarsMetadata
 from mars_platform.checkpoint.weights import add_mask_token, load_model, save_checkpoint
 from mars_platform.errors import UserError
 from mars_train.recipe import ScratchModel
@@ -92,6 +91,7 @@ def test_a_whole_checkpoint_keeps_its_head(whole_path):
     assert {f"draft_head.{name}" for name, _ in head.named_parameters()} == stored.keys()
     assert all(torch.equal(stored[f"draft_head.{n}"], p) for n, p in head.named_parameters())
     assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert [file.name for file in whole_path.glob("*.safetensors")] == ["model.safetensors"]
     assert not any("draft_head" in key for key in load_file(whole_path / "model.safetensors"))
     assert torch.equal(model(IDS).logits, load_model(whole_path)(IDS).logits)
     check_fit(checkpoint)

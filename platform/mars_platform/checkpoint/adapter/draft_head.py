@@ -20,12 +20,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mars_platform.checkpoint.adapter.layers import fill_parameters, read_tensors
-from mars_platform.checkpoint.metadata import DraftHeadSettings, MarsMetadata
+from mars_platform.checkpoint.metadata import DRAFT_HEAD_FILE, DraftHeadSettings, MarsMetadata
 
 if TYPE_CHECKING:  # importing it takes seconds, and a server's ingress loads no model
     from transformers import PreTrainedModel
 
-DRAFT_HEAD_FILE = "draft_head.safetensors"
 _NAME = "draft_head"
 NUM_CANDIDATES = 64
 """Likeliest tokens of a mask that a head chooses among; a product with all takes many times as
@@ -121,6 +120,7 @@ def load_draft_head(model: PreTrainedModel, path: Path, metadata: MarsMetadata) 
 def save_draft_head(path: Path, model: nn.Module) -> None:
     """Write the draft head of a model, if it has one, into a directory that exists."""
     if (head := draft_head_of(model)) is not None:
+        (path / DRAFT_HEAD_FILE).parent.mkdir(exist_ok=True)
         save_file(
             {key: tensor.detach().cpu().contiguous() for key, tensor in _parameters(head).items()},
             path / DRAFT_HEAD_FILE,
