@@ -41,8 +41,9 @@ from mars_serve.http.middleware import bodies, recording, records
 SIZE, SMALL_SIZE = 2**17, 2**14
 """Bytes of a text where it is read at once, and where Python reads it piece by piece, letting other
 threads go on."""
-MOST_S, SMALL_MOST_S = 0.02, 0.8
-"""Most CPU time for each, eight times as much as it takes and more."""
+MOST_S, SMALL_MOST_S = 0.05, 2.0
+"""Most CPU time for each, some three times as much as it takes on a slow machine."""
+MOST_TRIES = 8
 FLOOR_S = 0.01
 PIECEWISE = {"names", "choices", "texts in templates", "calls", "stops"}
 CONTROLS = [AddedToken(f"<|reserved_special_token_{index}|>") for index in range(256)]
@@ -200,15 +201,20 @@ CASES: dict[str, tuple[list[Work], dict[str, str]]] = {
 }  # fmt: skip
 
 
-def cpu_s(work: Work, text: str) -> float:
-    """Return the CPU time that some work takes of this thread, the best of two."""
+def cpu_s(work: Work, text: str, enough_s: float) -> float:
+    """Return the CPU time that some work takes of this thread, the least of a few tries.
 
-    def once() -> float:
+    Other programs that share a core's caches make it longer, so it is tried until it is short
+    enough, or often.
+    """
+    least_s = float("inf")
+    for _ in range(MOST_TRIES):
         begin_s = time.thread_time()
         work(text)
-        return time.thread_time() - begin_s
-
-    return min(once() for _ in range(2))
+        least_s = min(least_s, time.thread_time() - begin_s)
+        if least_s < enough_s:
+            break
+    return least_s
 
 
 @pytest.fixture
@@ -229,9 +235,9 @@ def test_the_cost_of_a_hostile_text_grows_with_its_length_alone(case, name):
     part = texts[name]
     once, twice = (part * (each // len(part.encode())) for each in (size // 2, size))
     for work in works:
-        cost_s = cpu_s(work, twice)
-        assert cost_s < most_s
-        assert cost_s < 3 * cpu_s(work, once) + FLOOR_S
+        half_s = cpu_s(work, once, FLOOR_S / 2)
+        limit_s = min(most_s, 3 * half_s + FLOOR_S)
+        assert cpu_s(work, twice, limit_s) < limit_s
 
 
 # Regular expressions are found by what uses them, so that none is added without a text here.
