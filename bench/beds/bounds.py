@@ -254,7 +254,7 @@ class Tally:
     passes: list[int] = field(default_factory=list)
     """Passes that each output takes."""
     given: list[NDArray[np.int64]] = field(default_factory=list)
-    """Tokens of a pass from each prefix of each output but the last, with nothing left to draft."""
+    """Tokens of a pass from each prefix of each output."""
 
     def add(self, drafts: Tensor, text: Text) -> None:
         """Count the drafts of an output."""
@@ -266,7 +266,7 @@ class Tally:
             passes += 1
         self.tokens.append(len(given))
         self.passes.append(passes)
-        self.given.append(given[:-1])
+        self.given.append(given)
 
     def cells(self, quarters: Sequence[Sequence[NDArray[np.bool_]]]) -> list[str]:
         """Return tokens a pass of whole outputs, then means over prefixes, with 95% intervals.
@@ -275,7 +275,8 @@ class Tally:
         """
         found = [ratio_of_totals(self.tokens, self.passes)]
         for quarter in quarters:
-            sums = [float(g[which].sum()) for g, which in zip(self.given, quarter, strict=True)]
+            pairs = zip(self.given, quarter, strict=True)
+            sums = [float(given[: len(which)][which].sum()) for given, which in pairs]
             found.append(ratio_of_totals(sums, [float(which.sum()) for which in quarter]))
         return [f"{each.value:.2f} ({each.low:.2f}-{each.high:.2f})" for each in found]
 
@@ -293,9 +294,13 @@ def entropies(target: Target, text: Text) -> Tensor:
 
 
 def quartiles(found: Sequence[Tensor], depths: int) -> list[list[NDArray[np.bool_]]]:
-    """Return which prefixes lie in each quartile of the mean entropy of the tokens behind them."""
+    """Return which prefixes lie in each quartile of the mean entropy of the tokens behind them.
+
+    Only prefixes with tokens for a whole pass behind them are told apart, the first ones of each
+    output: the end, which bounds a pass too, is mostly certain.
+    """
     means = [
-        np.array([float(each[at : at + depths + 1].mean()) for at in range(len(each) - 1)])
+        each.unfold(0, depths + 1, 1).mean(-1).numpy() if len(each) > depths else np.zeros(0)
         for each in found
     ]
     limits = np.quantile(np.concatenate(means), [0.25, 0.5, 0.75])

@@ -82,7 +82,7 @@ def test_masks_of_a_deterministic_model_have_no_bound_but_the_block(target):
 
     assert {*tallies} == {IDEAL, BONUS_KNOWN, PAIR, IDEAL_AT_1, MASKS}
     for name in (IDEAL, BONUS_KNOWN, PAIR):
-        assert tallies[name].given[0].tolist() == [4] * 9 + [4, 3, 2]
+        assert tallies[name].given[0].tolist() == [4] * 9 + [4, 3, 2, 1]
         assert tallies[name].passes == [1 + 12 // 4]
     assert tallies[MASKS].passes[0] > 4  # these masks have learned nothing
 
