@@ -8,12 +8,12 @@ load and one of the fastest is kept. On other devices nothing is changed.
 
 import inspect
 import logging
-import statistics
-import time
+import timeit
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,7 +29,12 @@ _log = logging.getLogger(__name__)
 _TIMED_ROWS = (1, 4, 16, 64)
 """Numbers of rows of the timed products, for one-token decoding in small and large batches and for
 windows."""
-_REPEATS = 7
+_ROUNDS, _REPEATS = 2, 3
+"""Rounds in which all layouts take turns, so that a busy time of the machine meets no layout alone,
+and further runs of a product in each."""
+_LONG_S = 0.05
+"""Seconds of a product after which it has no further runs. Where a processor lacks instructions for
+the weights' type, some take a second."""
 _ABOUT_AS_FAST = 1.25
 """Factor within which times count as equal: a row of a product in C++ does not depend on the number
 of rows, and a core that another program takes holds it up less, which are worth more."""
@@ -168,33 +173,26 @@ def _can_pack(linear: nn.Linear) -> bool:
 def _fast(linear: nn.Linear, forms: Sequence[_Make]) -> _Make:
     """Return the first of the forms of a layer, `_as_it_is` last, that is about as fast as any."""
     forms = [*forms, _as_it_is]
-    made = [form(linear) for form in forms]
-    times = []
+    # One form exists at a time, because layers may be large.
+    rounds = [[_least_seconds(form(linear), linear) for form in forms] for _ in range(_ROUNDS)]
+    times = np.min(rounds, axis=0)  # [forms, numbers of rows]
+    # Other processes may disturb one of the numbers of rows.
+    ratios = np.median(times / times.min(axis=0), axis=1)
+    return forms[int((ratios <= _ABOUT_AS_FAST * ratios.min()).argmax())]
+
+
+def _least_seconds(form: nn.Module, linear: nn.Linear) -> list[float]:
+    """Return the least seconds that a form of a layer takes for each number of rows."""
+    least = []
     for rows in _TIMED_ROWS:
         inputs = linear.weight.new_ones(rows, linear.in_features)
-        times.append(_alternate(*(partial(form, inputs) for form in made)))
-    # Other processes may disturb one of the numbers of rows.
-    medians = [
-        statistics.median(mine / min(each) for mine, each in zip(own, times, strict=True))
-        for own in zip(*times, strict=True)
-    ]
-    return next(
-        form
-        for form, ratio in zip(forms, medians, strict=True)
-        if ratio <= _ABOUT_AS_FAST * min(medians)
-    )
+        run = partial(form, inputs)
+        least_s = timeit.timeit(run, number=1)
+        if least_s < _LONG_S:
+            least_s = min(least_s, *timeit.repeat(run, repeat=_REPEATS, number=1))
+        least.append(least_s)
+    return least
 
 
 def _as_it_is(linear: nn.Linear) -> nn.Module:
     return linear
-
-
-def _alternate(*actions: Callable[[], object]) -> list[float]:
-    """Run actions in turn, repeatedly, and return the least seconds that each took."""
-    best = [float("inf")] * len(actions)
-    for _ in range(_REPEATS):
-        for index, action in enumerate(actions):
-            begin = time.perf_counter()
-            action()
-            best[index] = min(best[index], time.perf_counter() - begin)
-    return best
