@@ -29,6 +29,7 @@ from mars_serve.engine.ipc.channel import Channel
 from mars_serve.engine.ipc.messages import NotLoaded
 from mars_serve.engine.ipc.pulse import Pulse
 from mars_serve.engine.ipc.worker import EngineWorker
+from mars_serve.engine.kernels.native import native_for
 from mars_serve.observability.log_lines import write_to_stderr
 from mars_serve.observability.request_telemetry import RequestTelemetry
 from mars_serve.replica.basis import autoscaling_basis
@@ -134,10 +135,14 @@ def threads_for(start: EngineStart, num_parameters: int) -> int:
 
 
 def _warn_of_slow_bfloat16(engine: Engine) -> None:
-    if engine.dtype == torch.bfloat16 and engine.device.type == "cpu" and is_bfloat16_slow():
+    # Functions of C++ widen the numbers of bfloat16 and are as fast with them.
+    is_native = native_for(engine.device, engine.dtype) and not engine.settings.batch_invariant
+    is_bfloat16 = engine.dtype == torch.bfloat16 and engine.device.type == "cpu"
+    if is_bfloat16 and not is_native and is_bfloat16_slow():
         _log.warning(
             "the weights are bfloat16, for which this processor has no instructions: float32 "
-            "(dtype: float32) is many times as fast, and takes twice the memory"
+            "(dtype: float32) is many times as fast, and takes twice the memory; bfloat16 is as "
+            "fast where g++ is installed, without engine.batch_invariant"
         )
 
 

@@ -83,13 +83,19 @@ def test_the_number_type_that_is_reported_is_the_resolved_one(half_dir):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "is_slow", "is_warned"),
-    [("bfloat16", True, True), ("bfloat16", False, False), ("float32", True, False)],
+    ("dtype", "is_slow", "compiler", "is_warned"),
+    [
+        ("bfloat16", True, "missing", True),
+        ("bfloat16", True, "g++", False),
+        ("bfloat16", False, "missing", False),
+        ("float32", True, "missing", False),
+    ],
 )
 def test_bfloat16_is_warned_of_where_it_is_slow(
-    mars_dir, monkeypatch, caplog, dtype, is_slow, is_warned
+    mars_dir, monkeypatch, caplog, dtype, is_slow, compiler, is_warned
 ):
     monkeypatch.setattr(engine_main, "is_bfloat16_slow", lambda: is_slow)
+    monkeypatch.setenv("CXX", compiler)
     engine_main._warn_of_slow_bfloat16(load_engine(settings_of(mars_dir, dtype=dtype)))
     assert ("dtype: float32" in caplog.text) == is_warned
 

@@ -118,20 +118,19 @@ def _path_served(dtype: str, groups: Sequence["LayerGroup"]) -> Finding:
     found = f"on the CPU; pages of the KV cache are gathered: {reason}"
     if reason is None:
         found = "on the CPU; functions of C++ read the KV cache in place"
+    missing = why_not_native(device, getattr(torch, dtype))
+    if missing is None:
+        return Finding("served", "ok", found)
+    if missing != reason:
+        found += f"; {missing}"
+    remedy = "install g++ or let CXX name one that works, and serve in bfloat16 or float32"
     if dtype == "bfloat16" and is_bfloat16_slow():
         found += "; the weights are bfloat16, for which this processor has no instructions"
-        remedy = "serve in float32 (dtype: float32), which takes twice the memory"
-        return Finding("served", "warning", found, remedy)
-    missing = why_not_native(device, getattr(torch, dtype))
-    if missing is not None:
-        if missing != reason:
-            found += f"; {missing}"
         remedy = (
-            "serve in bfloat16 or float32, and install g++ or let CXX name one that works, for "
-            "shorter steps"
+            "install g++ or let CXX name one that works, or serve in float32 (dtype: float32), "
+            "which takes twice the memory"
         )
-        return Finding("served", "warning", found, remedy)
-    return Finding("served", "ok", found)
+    return Finding("served", "warning", found, remedy)
 
 
 def _adapter(model: Path, path: Path) -> Iterator[Finding]:

@@ -2,9 +2,9 @@
 
 A step of torch's operators spends more time between them than in them at small batches, and torch
 has none that reads keys and values from pages. So `native.cpp` is compiled for this machine's
-processor when an engine is made, in seconds, and kept in ``$XDG_CACHE_HOME/marsray``, or
-else ``~/.cache/marsray``, if nobody else may write there. Without a C++ compiler (``$CXX``, which
-may be ``clang++``, or else ``g++``) engines run torch's operators.
+processor when an engine is made, in seconds, and kept in ``$XDG_CACHE_HOME/marsray``, or else
+``~/.cache/marsray``, if nobody else may write there. Without a C++ compiler (``$CXX``, or else
+``g++``) engines run torch's operators. What ``clang++`` compiles is slower with many rows.
 """
 
 from __future__ import annotations
