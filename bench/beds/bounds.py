@@ -247,7 +247,7 @@ def all_drafts(
 
 @dataclass
 class Tally:
-    """What one drafter gives on many outputs."""
+    """Counts the tokens and passes of one drafter, for each of many outputs."""
 
     tokens: list[int] = field(default_factory=list)
     """Tokens of each output."""

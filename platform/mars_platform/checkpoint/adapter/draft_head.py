@@ -32,7 +32,7 @@ long on a CPU."""
 
 
 class DraftHead(nn.Module):
-    """What is added to the logits of masks behind a known token; a new head adds nothing."""
+    """Computes numbers to add to the logits of masks behind a known token; a new head adds 0."""
 
     def __init__(self, settings: DraftHeadSettings, vocabulary_size: int, width: int) -> None:
         super().__init__()
