@@ -115,7 +115,6 @@ INVALID = """
     stages.1.name=Upper stages.1.block_size=0 stages.1.block_size=65 stages.1.ar_weight=-0.1
     stages.1.block_size=[] stages.1.block_size=[4,65] stages.1.block_size=[8,4]
     stages.1.block_size=[4,4] stages.1.block_size=4.5 stages.1.block_size=[true]
-    stages.1.depth_decay=0 stages.1.depth_decay=1.1
     stages.1.ar_weight=.inf stages.0.learning_rate=.inf
     stages.1.distillation.weight=0 stages.1.distillation.weight=1.1
     stages.1.distillation.target=hard stages.1.on_policy.share=0

@@ -196,8 +196,6 @@ class MarsStage(_TrainedStage):
     conversation and epoch, and the largest is the model's."""
     ar_weight: float = Field(default=1.0, ge=0)
     """Weight of the clean stream's AR loss; always 0 where the model itself is left as it is."""
-    depth_decay: float = Field(default=1.0, gt=0, le=1)
-    """Factor γ of the loss behind d masks, which counts γ^(d-1); 1 weighs all depths alike."""
     distillation: Distillation | None = None
     """Learning masks from the clean stream; null for labels alone. By default an adapter learns
     from the clean stream alone, with weight 1."""

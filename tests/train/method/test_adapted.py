@@ -23,7 +23,7 @@ from mars_train.method.objective import MaskLoss, Objective
 from packed import MASK, PAD, build_batch, build_model, checkpoint_layers, silent_layout
 
 LOSSES = {
-    "labels": MaskLoss(depth_decay=0.8),
+    "labels": MaskLoss(),
     "teacher": MaskLoss(teacher_weight=1.0),
     "mixed": MaskLoss(teacher_weight=0.5, target="argmax"),
 }

@@ -20,7 +20,6 @@ from stage_runs import STATES, build_job, run_stage, write_rows, write_start
 
 ALL = {
     "block_size": [2, 3, 8],
-    "depth_decay": 0.8,
     "distillation": {"weight": 0.5, "target": "argmax"},
     "on_policy": {"share": 0.5},
     "max_steps": 4,
@@ -89,7 +88,7 @@ def mean_losses(job, *, step, on_policy):
     with torch.no_grad():
         weight = model.get_input_embeddings().weight
         weight[mask_id] = weight[:mask_id].mean(dim=0)
-    objective = Objective(model, masked=True, mask_loss=MaskLoss(0.8, 0.5, "argmax"))
+    objective = Objective(model, masked=True, mask_loss=MaskLoss(0.5, "argmax"))
     data = TokenStore(Path(job.data))
     written = data if job.responses is None else TokenStore(Path(job.responses))
     epoch, rows = step_rows(len(data), 16, job.recipe.seed, step)

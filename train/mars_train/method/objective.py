@@ -38,19 +38,16 @@ MAX_LOGITS = 2**26
 
 @dataclass(frozen=True)
 class MaskLoss:
-    """Terms of the loss of a label behind d masks; the defaults are the paper's cross-entropy.
+    """Terms of the loss of a label behind masks; the defaults are the paper's cross-entropy.
 
     With p the distribution that teaches the mask, and q the mask's::
 
-        depth_decay^(d - 1) * (  (1 - teacher_weight) * CE(label, q)
-                               + teacher_weight * KL(p || q), or CE(argmax p, q) )
+        (1 - teacher_weight) * CE(label, q) + teacher_weight * KL(p || q), or CE(argmax p, q)
 
     The teacher is the clean stream at the same label, detached. In a step on the model's own
     drafts it is the model behind these, and its weight is 1.
     """
 
-    depth_decay: float = 1.0
-    """Factor γ in (0, 1] of each mask after the first."""
     teacher_weight: float = 0.0
     """Share λ of the teacher's distribution, in [0, 1]."""
     target: Literal["soft", "argmax"] = "soft"
@@ -126,15 +123,8 @@ class Objective(nn.Module):
         elif self.masked and loss.teacher_weight:
             teacher = hidden[batch.clean_sources[masked]].detach()
         clean, noisy = self._losses(hidden, batch, loss, teacher, plain_share)
-        clean_weights, noisy_weights = self.label_weights(batch)
-        return LossSums((clean * clean_weights).sum(), (noisy * noisy_weights).sum())
-
-    def label_weights(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the weight of each label in the clean and noisy loss, float32 [labels] each."""
-        in_clean, in_noisy = batch.in_clean_loss.float(), batch.in_noisy_loss.float()
-        decay = self.mask_loss.depth_decay ** (batch.depths - 1).clamp(min=0)
-        # A label at depth 0 is the clean stream's.
-        return in_clean, in_noisy * torch.where(batch.depths > 0, decay, in_clean)
+        in_noisy = batch.in_noisy_loss & (masked | batch.in_clean_loss)  # depth 0 is clean
+        return LossSums((clean * batch.in_clean_loss).sum(), (noisy * in_noisy).sum())
 
     def label_losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return each label's cross-entropy, clean and noisy, float32 [labels] each, in nats."""
@@ -165,7 +155,7 @@ class Objective(nn.Module):
         """Return the clean and noisy losses of labels, which at depth 0 are the same.
 
         ``hidden``, [rows * slots, width], are last hidden states, and ``teacher``, [masked labels,
-        width], those that teach, without a gradient. Depths are not weighted here.
+        width], those that teach, without a gradient.
         """
         clean = self._clean_losses(hidden, batch)
         if not self.masked:

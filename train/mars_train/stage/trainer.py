@@ -9,7 +9,6 @@ number of workers may change in between. Imports no Ray.
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -482,14 +481,10 @@ class StageTrainer:
 
 
 def _mask_loss(stage: TrainedStage) -> MaskLoss | None:
-    """Return the terms of the loss behind masks; None for a stage without masks."""
-    if not isinstance(stage, MarsStage):
+    """Return the terms of the loss behind masks; None for those of the paper."""
+    if not isinstance(stage, MarsStage) or stage.distillation is None:
         return None
-    terms = MaskLoss(depth_decay=stage.depth_decay)
-    if stage.distillation is None:
-        return terms
-    told = stage.distillation
-    return replace(terms, teacher_weight=told.weight, target=told.target)
+    return MaskLoss(stage.distillation.weight, stage.distillation.target)
 
 
 def learns_from_drafts(stage: TrainedStage, step: int, total_steps: int) -> bool:
