@@ -10,6 +10,8 @@ _FILE_WIDTH = 128  # columns of a table in a file or pipe
 @with_options
 def generate(options: GenerateOptions, as_json: AsJson = False) -> None:
     """Complete one prompt, with tokens shaded by forward pass."""
+    let_idle_threads_sleep()
+
     from rich.console import Console
 
     from mars_platform.cli.progress import working

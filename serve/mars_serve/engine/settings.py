@@ -27,7 +27,7 @@ class EngineSettings(Settings):
     """Snapshots of the states of recurrent layers by which prefixes of prompts are found, beside
     two states for each of ``max_num_seqs``; 0 for none, and no prefix caching. `marsray doctor`
     tells the memory of a state, which on a GPU the pool gives up."""
-    max_num_seqs: int = Field(default=32, ge=1)
+    max_num_seqs: int = Field(default=64, ge=1)
     """Most requests that run at once."""
     max_num_batched_tokens: int = Field(default=1024, ge=65)
     """Most positions of a step: prompt chunks, uncached tokens, drafts and masks together. Prompts

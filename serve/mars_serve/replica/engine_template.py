@@ -200,8 +200,13 @@ def _remove_sockets_of_the_dead(directory: Path) -> None:
 
 
 def python_environment() -> dict[str, str]:
-    """Return the environment in which a child finds the modules that this process finds."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    """Return the environment in which a child finds the modules that this process finds.
+
+    OpenMP's idle threads sleep there unless the environment says otherwise: spinning, they would
+    hold cores that the engine's own threads and HTTP need.
+    """
+    path = os.pathsep.join(filter(None, sys.path))
+    return {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": path}
 
 
 def main() -> None:

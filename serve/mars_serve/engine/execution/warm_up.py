@@ -40,7 +40,7 @@ _PROMPT = 128
 _IN_TURN = 2
 """Runs of the same rows one after the other. In the first, libraries prepare themselves for
 the step's sizes."""
-_TOO_LONG_S = 2.0
+_TOO_LONG_S = 1.0
 """Seconds of a step after which it is not run again at once."""
 
 Rows = Sequence[ScheduledRow]
