@@ -156,6 +156,30 @@ def test_a_missing_or_damaged_file_is_refused_before_weights_are_loaded(whole_co
         check_fit(checkpoint)
 
 
+def test_weights_without_settings_are_refused(whole_copy):
+    content = json.loads((whole_copy / "mars.json").read_text())
+    del content["draft_head"]
+    (whole_copy / "mars.json").write_text(json.dumps(content))
+    file = whole_copy / DRAFT_HEAD_FILE
+    with pytest.raises(UserError, match=rf"^draft head: {file} has no settings in mars.json"):
+        load_weights(read_checkpoint(whole_copy), dtype=torch.float32)
+    file.unlink()
+    assert draft_head_of(load_weights(read_checkpoint(whole_copy), dtype=torch.float32)) is None
+
+
+@pytest.mark.parametrize("settings", [None, STATIC])
+def test_metadata_without_a_head_has_no_key_of_it(settings):
+    """Older versions refuse keys that they do not know."""
+    metadata = MarsMetadata(
+        block_size=4, mask_token_id=3, provenance={"base": None}, draft_head=settings
+    )
+    content = json.loads(metadata.model_dump_json())
+    assert content.get("draft_head") == (settings and settings.model_dump())
+    assert ("draft_head" in content) is (settings is not None)
+    assert content["provenance"] == {"base": None}
+    assert MarsMetadata(**content) == metadata
+
+
 def test_settings_of_a_head_are_checked(whole_copy):
     content = json.loads((whole_copy / "mars.json").read_text())
     content["draft_head"] = {"rank": 0, "kind": "gru"}

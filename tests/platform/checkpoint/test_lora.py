@@ -15,7 +15,13 @@ from decoding.tiny_models import build_model
 from decoding.wrappers import build_wrapper
 from mars_platform.checkpoint.adapter.layers import adaptable_layers, read_tensors
 from mars_platform.checkpoint.adapter.lora import merge_lora, read_lora
-from mars_platform.checkpoint.metadata import ADAPTER_FILE, ADAPTER_WEIGHTS_FILE
+from mars_platform.checkpoint.adapter.settings import AdapterMetadata, BaseIdentity
+from mars_platform.checkpoint.metadata import (
+    ADAPTER_FILE,
+    ADAPTER_WEIGHTS_FILE,
+    DRAFT_HEAD_FILE,
+    DraftHeadSettings,
+)
 from mars_platform.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers")  # of peft's calls
@@ -125,6 +131,18 @@ def test_kinds_that_are_not_implemented_are_refused(base, lora_copy, key, value)
     file = lora_copy / ADAPTER_FILE
     file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
     assert f"{ADAPTER_FILE}: {key}" in refusal(base, lora_copy)
+
+
+@pytest.mark.parametrize("part", ["mars.json", DRAFT_HEAD_FILE])
+def test_a_draft_head_is_refused(base, lora_copy, part):
+    identity = BaseIdentity(name="base", weights="", config="", tokenizer="")
+    metadata = AdapterMetadata(
+        block_size=4, mask_token_id=3, base=identity, scope="all", draft_head=DraftHeadSettings()
+    )
+    file = lora_copy / part
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(metadata.model_dump_json())
+    assert refusal(base, lora_copy).startswith(f"adapter: {lora_copy} has a draft head, by which ")
 
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"

@@ -139,3 +139,14 @@ def test_a_head_is_trained_with_the_whole_model(start, data, tmp_path):
     model = load_weights(read_checkpoint(stored(job)), dtype=torch.float32)
     assert draft_head_of(model).following.any()
     assert torch.equal(logits_of(model), outcome.logits)
+
+
+def test_a_stage_without_masks_leaves_a_head_out(masked_start, data, tmp_path):
+    stage = {"draft_head": HEAD, "train": "head", "distillation": None, "max_steps": 1}
+    first = build_job(tmp_path / "first", masked_start, data, stage=stage)
+    assert run_stage(first).error is None
+    job = build_job(tmp_path / "ar", stored(first), data, stage={"objective": "ar", "max_steps": 1})
+    assert run_stage(job).error is None
+    checkpoint = read_checkpoint(stored(job))
+    assert checkpoint.metadata.draft_head is None
+    assert draft_head_of(load_weights(checkpoint, dtype=torch.float32)) is None

@@ -171,6 +171,9 @@ class StageTrainer:
                 draft_head=job.draft_head,
             )
             checkpoint = checkpoint.with_metadata(metadata)
+        elif checkpoint.metadata is not None:  # masks change by the model, and a head is lost
+            plain = checkpoint.metadata.model_copy(update={"draft_head": None})
+            checkpoint = checkpoint.with_metadata(plain)
         if job.draft_head is not None:
             if job.adapter is None and job.is_model_fixed:
                 model.requires_grad_(False)

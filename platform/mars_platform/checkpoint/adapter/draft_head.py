@@ -20,7 +20,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mars_platform.checkpoint.adapter.layers import fill_parameters, read_tensors
-from mars_platform.checkpoint.metadata import DRAFT_HEAD_FILE, DraftHeadSettings, MarsMetadata
+from mars_platform.checkpoint.metadata import (
+    DRAFT_HEAD_FILE,
+    METADATA_FILE,
+    DraftHeadSettings,
+    MarsMetadata,
+)
+from mars_platform.errors import UserError
 
 if TYPE_CHECKING:  # importing it takes seconds, and a server's ingress loads no model
     from transformers import PreTrainedModel
@@ -106,9 +112,15 @@ def load_draft_head(model: PreTrainedModel, path: Path, metadata: MarsMetadata) 
     """Give a model the draft head in a directory, in place, if ``mars.json`` there names one.
 
     Raises:
-        UserError: the weights are missing, damaged or too large, or fit neither model nor settings.
+        UserError: the weights are missing, damaged or too large, fit neither model nor settings, or
+            are not named.
     """
     if metadata.draft_head is None:
+        if (path / DRAFT_HEAD_FILE).exists():
+            raise UserError(
+                f"draft head: {path / DRAFT_HEAD_FILE} has no settings in {METADATA_FILE} beside "
+                "it; copy all of the draft head's files again, or remove this one"
+            )
         return
     parameters = _parameters(attach_draft_head(model, metadata.draft_head))
     file = path / DRAFT_HEAD_FILE

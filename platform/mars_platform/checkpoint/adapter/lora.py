@@ -29,6 +29,7 @@ from mars_platform.checkpoint.adapter.settings import AdapterMetadata
 from mars_platform.checkpoint.metadata import (
     ADAPTER_FILE,
     ADAPTER_WEIGHTS_FILE,
+    DRAFT_HEAD_FILE,
     METADATA_FILE,
 )
 from mars_platform.config import build_settings, read_json
@@ -150,6 +151,12 @@ def read_lora(path: str | Path) -> LoraAdapter:
     if metadata is not None and metadata.scope != "all":
         raise UserError(
             f"adapter: {path} is a draft adapter, which acts at masks only; name a LoRA adapter"
+        )
+    if (path / DRAFT_HEAD_FILE).exists() or (metadata is not None and metadata.draft_head):
+        raise UserError(
+            f"adapter: {path} has a draft head, by which no LoRA adapter drafts; remove "
+            f"{DRAFT_HEAD_FILE} there, and draft_head from {METADATA_FILE}, or train the head with "
+            "a draft adapter"
         )
     file = path / ADAPTER_FILE
     config = build_settings(read_json(file, _REMEDY), PeftConfig, source=str(file))
