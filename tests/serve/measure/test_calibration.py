@@ -10,21 +10,27 @@ import torch
 from transformers import PreTrainedModel
 
 from conversations import read
+from decoding.adapters import with_random_head
 from decoding.families import build_family
+from mars_platform.checkpoint.adapter.draft_head import draft_head_of
 from mars_platform.checkpoint.calibration import (
     Calibration,
     DepthCalibration,
     calibrate_depth,
+    log_probabilities_at,
     log_probability_curves,
     write_calibration,
 )
 from mars_platform.checkpoint.directory import Checkpoint, SpecialTokens, read_checkpoint
 from mars_platform.checkpoint.fingerprint import weights_fingerprint
-from mars_platform.checkpoint.metadata import MarsMetadata
+from mars_platform.checkpoint.metadata import DraftHeadSettings, MarsMetadata
 from mars_platform.checkpoint.weights import load_model
 from mars_platform.errors import UserError
 from mars_platform.method import reference
+from mars_platform.method.mode import Mode
+from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.engine import Engine
+from mars_serve.engine.request import Request
 from mars_serve.engine.settings import EngineSettings
 from mars_serve.measure.calibration import collect as collection
 from mars_serve.measure.calibration import observe as observing
@@ -46,7 +52,10 @@ MAX_TOKENS = 12
 
 def engine_of(model: PreTrainedModel, special: SpecialTokens = SPECIAL) -> Engine:
     """Return an engine whose pages and steps are shorter than a text."""
-    metadata = MarsMetadata(block_size=BLOCK_SIZE, mask_token_id=MASK)
+    head = draft_head_of(model)
+    metadata = MarsMetadata(
+        block_size=BLOCK_SIZE, mask_token_id=MASK, draft_head=head and head.settings
+    )
     checkpoint = Checkpoint(None, model.config, None, metadata, special)
     settings = EngineSettings(page_size=4, num_pages=40, max_num_seqs=3, max_num_batched_tokens=65)
     return Engine(checkpoint, settings, model=copy.deepcopy(model))
@@ -121,6 +130,30 @@ def test_an_engine_observes_the_same_as_a_plain_pass_for_each_cursor(family: str
         correct = every.at(depth).correct
         assert len(correct) == 30 - depth
         assert 0 < correct.sum() < len(correct)
+
+
+def test_a_head_is_observed_as_it_drafts_behind_right_tokens() -> None:
+    model = with_random_head(build_family("qwen2"), DraftHeadSettings(rank=3))
+    output = reference.decode(model, PROMPT, SPECIAL, max_tokens=30).tokens
+    text, engine = Continuation(PROMPT, tuple(output)), engine_of(model)
+    options = DecodingOptions(
+        BLOCK_SIZE + 1, Mode.THRESHOLD, 1e-9, window=BLOCK_SIZE, reports_rejected=True
+    )
+    num_observed = 0
+    for index in range(len(output) - BLOCK_SIZE):
+        ours = observed(engine, text, [index])
+        engine.add(Request("served", [*PROMPT, *output[:index]], options))
+        [served] = engine.step()
+        assert len(served.tokens) == BLOCK_SIZE + 1
+        right = [one == other for one, other in zip(served.tokens, output[index:], strict=False)]
+        behind = [depth for depth in range(BLOCK_SIZE + 1) if depth == 0 or right[depth - 1]]
+        assert ours.depth.tolist() == behind
+        assert ours.correct.tolist() == [right[depth] for depth in behind]
+        expected = torch.tensor([served.confidences[depth] for depth in behind])
+        sure = log_probabilities_at(ours.curves, 1.0).exp()
+        torch.testing.assert_close(sure[1:], expected[1:], rtol=1e-3, atol=1e-6, check_dtype=False)
+        num_observed += len(behind)
+    assert (len(output) - BLOCK_SIZE) * 2 < num_observed < len(output) * BLOCK_SIZE
 
 
 def test_some_cursors_are_observed_and_their_logits_in_parts(

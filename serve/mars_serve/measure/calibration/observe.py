@@ -1,8 +1,10 @@
 """Observes which tokens masks propose along an output, and whether they are right.
 
 A proposed token is right if it is the output's token at that index. Each depth is measured by
-itself, behind the output's own tokens. In mode threshold a depth counts only if all depths before
-it were accepted, and the tokens accepted earlier may differ from mode ar's.
+itself, behind the output's own tokens: where a draft head acts, by which a draft depends on the
+proposal before it, only drafts behind a right one are observed. In mode threshold a depth counts
+only if all depths before it were accepted, and the tokens accepted earlier may differ from mode
+ar's.
 """
 
 from __future__ import annotations
@@ -67,6 +69,12 @@ class Observations:
         return Observed(self.curves[here], self.correct[here])
 
     @classmethod
+    def behind_right(cls, depth: Tensor, curves: Tensor, correct: Tensor) -> Observations:
+        """Take those of one cursor's tokens, in order of depth, that stand behind right ones."""
+        kept = torch.cat([torch.tensor([True]), correct[:-1]])
+        return cls(depth[kept], curves[kept], correct[kept])
+
+    @classmethod
     def joined(cls, parts: Sequence[Observations]) -> Observations:
         """Join at least one part."""
         return cls(
@@ -113,6 +121,9 @@ def observe(
     """
     banned = torch.tensor(sorted(engine.checkpoint.special.never_emitted), device=engine.device)
     found: dict[int, Observations] = {}
+    assert engine.checkpoint.metadata is not None, "there are masks"
+    has_head = engine.checkpoint.metadata.draft_head is not None
+    observations = Observations.behind_right if has_head else Observations
 
     def take(logits: Tensor, rows: Sequence[ScheduledRow]) -> None:
         names, counts = [int(row.request.id) for row in rows], [row.num_reads for row in rows]
@@ -121,7 +132,7 @@ def observe(
         correct = proposed == torch.tensor(list(chain.from_iterable(right)))
         depth = torch.cat(list(map(torch.arange, counts)))
         columns = (torch.split(each, counts) for each in (depth, curves, correct))
-        found.update(zip(names, map(Observations, *columns), strict=True))
+        found.update(zip(names, map(observations, *columns), strict=True))
 
     def requests() -> Iterator[Request]:
         for name, cursor in enumerate(cursors):
