@@ -207,6 +207,17 @@ def test_logits_in_memory_are_bounded_forward_and_backward(model, name, monkeypa
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
+def test_what_a_draft_head_adds_to_logits_is_bounded_with_them(model, monkeypatch):
+    headed = with_random_head(copy.deepcopy(model), DraftHeadSettings(rank=3))
+    objective = Objective(headed, masked=True, mask_loss=LOSSES["soft"][0])
+    expected, seen = objective(batch_of(sequences()), plain_share=0.3), []
+    monkeypatch.setattr(objective_module, "MAX_LOGITS", 8 * VOCABULARY)
+    draft_head_of(headed).register_forward_hook(lambda *call: seen.append(call[2].numel()))
+    ours = objective(batch_of(sequences()), plain_share=0.3)
+    assert max(seen) == 2 * VOCABULARY  # beside two tables of logits, and a sum
+    torch.testing.assert_close(torch.stack(list(ours)), torch.stack(list(expected)))
+
+
 @pytest.mark.parametrize(("name", "plain_share"), [("none", 0.3), ("soft", 0.0), ("argmax", 0.3)])
 def test_a_draft_head_knows_the_token_before_the_label(model, name, plain_share):
     ours = with_random_head(copy.deepcopy(model), DraftHeadSettings(rank=3))

@@ -169,7 +169,9 @@ class Objective(nn.Module):
         if teacher is not None:
             columns.append(teacher)
         losses = partial(self._chunk_noisy, loss=loss, plain_share=plain_share)
-        noisy = self._in_chunks(losses, *columns)
+        # A head's part of the logits is a table of their size, and so is the sum.
+        num_others = 0 if draft_head_of(self.model) is None else 2
+        noisy = self._in_chunks(losses, *columns, num_others=num_others)
         return clean, clean.masked_scatter(masked, noisy)
 
     def _clean_losses(self, hidden: Tensor, batch: Batch) -> Tensor:
@@ -220,15 +222,19 @@ class Objective(nn.Module):
         hidden: Tensor = output.last_hidden_state
         return hidden
 
-    def _in_chunks(self, function: Callable[..., Tensor], *columns: Tensor) -> Tensor:
+    def _in_chunks(
+        self, function: Callable[..., Tensor], *columns: Tensor, num_others: int = 0
+    ) -> Tensor:
         """Call a function of columns [labels, ...] in chunks of ``MAX_LOGITS`` logits.
 
-        Each column of hidden states makes logits. Several chunks are checkpointed: the backward
-        pass computes their logits again. ``F.linear_cross_entropy`` would do the same, but torch
-        2.11 lacks it, and it takes a weight matrix instead of any module as the output layer.
+        Each column of hidden states makes logits, beside ``num_others`` tables of their size.
+        Several chunks are checkpointed: the backward pass computes their logits again.
+        ``F.linear_cross_entropy`` would do the same, but torch 2.11 lacks it, and it takes a weight
+        matrix instead of any module as the output layer.
         """
         vocabulary_size = self.model.config.get_text_config().vocab_size
-        per_label = vocabulary_size * sum(column.dim() > 1 for column in columns)
+        num_tables = num_others + sum(column.dim() > 1 for column in columns)
+        per_label = vocabulary_size * num_tables
         num_chunks = -(-len(columns[0]) * per_label // MAX_LOGITS)
         if num_chunks <= 1:
             return function(*columns)
