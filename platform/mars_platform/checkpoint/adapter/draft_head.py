@@ -101,11 +101,18 @@ def draft_head_of(model: nn.Module) -> DraftHead | None:
 
 def attach_draft_head(model: PreTrainedModel, settings: DraftHeadSettings) -> DraftHead:
     """Give a model a new draft head, in place, of the model's number type and device."""
-    config, weight = model.config.get_text_config(), model.get_input_embeddings().weight
-    with torch.device(weight.device):
-        head = DraftHead(settings, config.vocab_size, config.hidden_size).to(weight.dtype)
+    head = _new_head(model, settings, model.get_input_embeddings().weight.device)
     setattr(model, _NAME, head)
     return head
+
+
+def _new_head(
+    model: PreTrainedModel, settings: DraftHeadSettings, device: torch.device
+) -> DraftHead:
+    config = model.config.get_text_config()
+    with device:
+        head = DraftHead(settings, config.vocab_size, config.hidden_size)
+    return head.to(model.get_input_embeddings().weight.dtype)
 
 
 def load_draft_head(model: PreTrainedModel, path: Path, metadata: MarsMetadata) -> None:
@@ -122,11 +129,17 @@ def load_draft_head(model: PreTrainedModel, path: Path, metadata: MarsMetadata) 
                 "it; copy all of the draft head's files again, or remove this one"
             )
         return
-    parameters = _parameters(attach_draft_head(model, metadata.draft_head))
-    file = path / DRAFT_HEAD_FILE
+    # Settings alone could ask for more memory than there is, so the file is checked first.
+    head = _new_head(model, metadata.draft_head, torch.device("meta"))
+    file, parameters = path / DRAFT_HEAD_FILE, _parameters(head)
     most = sum(parameter.numel() for parameter in parameters.values())
     tensors = read_tensors(file, "draft head", most_numbers=most)
     fill_parameters(parameters, tensors, str(file), "draft head")
+    weight = model.get_input_embeddings().weight
+    if not weight.is_meta:
+        found = {name: tensor.to(weight) for name, tensor in tensors.items()}
+        nn.ModuleDict({_NAME: head}).load_state_dict(found, assign=True)
+    setattr(model, _NAME, head)
 
 
 def save_draft_head(path: Path, model: nn.Module) -> None:
