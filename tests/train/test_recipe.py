@@ -338,6 +338,8 @@ def test_a_head_learns_from_its_model_where_that_is_fixed():
     )
     assert (alone.ar_weight, alone.distillation.weight) == (0.0, 1.0)
     assert (joint.ar_weight, joint.distillation) == (1.0, None)
+    rates = [(stage.learning_rate, stage.draft_head.learning_rate) for stage in (alone, joint)]
+    assert rates == [(2e-4, 5e-3), (5e-6, 5e-3)]
     behind = content(model=scratch(), stages=[{"objective": "mars", "name": "masks"}, HEAD])
     recipe = Recipe.model_validate(behind)
     assert Recipe.model_validate(recipe.model_dump(mode="json")) == recipe

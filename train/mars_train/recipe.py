@@ -180,7 +180,7 @@ class OnPolicy(Settings):
 class DraftHeadTraining(DraftHeadSettings):
     """A draft head to train: weights by which a mask's draft depends on the token before it."""
 
-    learning_rate: float = Field(default=2e-3, gt=0)
+    learning_rate: float = Field(default=5e-3, gt=0)
     """Peak learning rate of these weights, in the schedule of the stage's own."""
 
 

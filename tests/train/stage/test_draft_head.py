@@ -18,7 +18,8 @@ from mars_platform.checkpoint.weights import add_mask_token, load_model, save_ch
 from mars_train.data.token_store import TokenStoreWriter
 from mars_train.method.layout import collate, lay_out
 from mars_train.method.objective import Objective
-from mars_train.stage.trainer import MODEL
+from mars_train.recipe import MarsStage
+from mars_train.stage.trainer import MODEL, plain_share_of
 from mars_train.storage.directories import Storage
 from stage_runs import PROBE, build_job, run_stage, write_start
 
@@ -121,6 +122,15 @@ def test_a_resumed_run_with_adapter_and_head_equals_an_uninterrupted_one(start, 
     assert draft_head_of(model).gate.any()
     assert torch.equal(logits_of(model), logits_of(load_model(start)))
     assert PeftModel.from_pretrained(load_model(start), stored(jobs[0])).peft_config
+
+
+def test_the_loss_moves_from_plain_masks_to_the_head_over_the_first_half():
+    def shares(**values):
+        stage = MarsStage.model_validate({"objective": "mars", **values})
+        return [plain_share_of(stage, progress) for progress in (0, 0.25, 0.5, 0.75)]
+
+    assert shares(draft_head=HEAD) == shares(draft_head=HEAD, adapter={}) == [1.0, 0.5, 0.0, 0.0]
+    assert shares(draft_head=HEAD, train="head") == shares() == [0.0] * 4
 
 
 def test_a_head_is_trained_with_the_whole_model(start, data, tmp_path):
