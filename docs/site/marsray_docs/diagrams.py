@@ -166,7 +166,7 @@ def _kubernetes() -> Drawing:
 
 def _gain_by_clients() -> Drawing:
     """Tokens per second of two modes and of vLLM by the number of clients."""
-    it = Drawing(420, 318, "Tokens per second by clients: exact leads below 16 clients, vLLM above")
+    it = Drawing(420, 318, "Tokens per second by clients: exact leads up to 16 clients")
     head, *rows = results()["served"].rows
     clients = [int(cell) for cell in head[1:]]
     lines = {name.strip("`"): [float(cell.split()[0]) for cell in cells] for name, *cells in rows}
@@ -179,7 +179,7 @@ def _gain_by_clients() -> Drawing:
         return round(x, 1), round(bottom - (bottom - top) * value / most, 1)
 
     it.text(8, 18, "tokens/s of all clients together", "left soft")
-    for value in range(0, int(most) + 1, 200):
+    for value in range(0, int(most) + 1, 100):
         it.line([(left, at(0, value)[1]), (right, at(0, value)[1])], "grid", head=False)
         it.text(left - 8, at(0, value)[1] + 4, str(value), "right soft")
     for place, count in enumerate(clients):

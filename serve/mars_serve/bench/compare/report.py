@@ -131,8 +131,9 @@ def _notes(comparison: ServerComparison) -> Iterable[str]:
     options = comparison.options
     work = options.prompts or f"{options.prompt_tokens} random tokens"
     sizes = [run.figures.num_sent for run in comparison.runs]
+    num_rounds = len({run.round for run in comparison.runs})
     yield (
-        f"Medians of {options.rounds} rounds, lowest and highest in brackets, of {min(sizes)} "
+        f"Medians of {num_rounds} rounds, lowest and highest in brackets, of {min(sizes)} "
         f"to {max(sizes)} requests a run; {comparison.dtype} on {cpu_name()}, {os.cpu_count()} "
         f"cores; prompts of {work}, up to {options.max_tokens} output tokens, greedy, streamed; "
         f"marsray {__version__}. Between: from one event of a stream with text to the next, "

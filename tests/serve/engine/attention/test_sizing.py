@@ -13,7 +13,7 @@ from mars_serve.engine.settings import EngineSettings
 
 GIB = 2**30
 MODEL = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
-SETTINGS = EngineSettings(page_size=256, memory_fraction=0.5)
+SETTINGS = EngineSettings(page_size=256, memory_fraction=0.5, max_num_seqs=32)
 WHOLE = LayerGroup(28, 16, 4, 128, 128)
 WINDOWED = replace(WHOLE, window=1024)
 
