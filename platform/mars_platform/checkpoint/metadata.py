@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from fsspec.implementations.local import LocalFileSystem
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field
 
 from mars_platform.checkpoint.manifest import (
     MANIFEST,
@@ -38,7 +38,6 @@ checkpoint's directory for the model's own."""
 _DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _REMEDY = "copy the checkpoint's file again"
-_NO_HEAD = "draft_head", None
 
 
 class DraftHeadSettings(Settings):
@@ -61,14 +60,11 @@ class MarsMetadata(Settings):
     """Id of the ``<|mask|>`` token."""
     provenance: dict[str, Any] = Field(default_factory=dict)
     """How the checkpoint was made: base model, recipe, versions."""
-    draft_head: DraftHeadSettings | None = None
+    draft_head: DraftHeadSettings | None = Field(
+        default=None,
+        exclude_if=lambda value: value is None,  # older versions refuse the key
+    )
     """Settings of the weights in ``draft_head/weights.safetensors``; left out if there are none."""
-
-    @model_serializer(mode="wrap")
-    def _without_null(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave a key out without need, which older versions refuse."""
-        content: dict[str, Any] = write(self)
-        return {key: value for key, value in content.items() if (key, value) != _NO_HEAD}
 
 
 def locate_model(model: str) -> Path:

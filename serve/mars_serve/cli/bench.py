@@ -5,6 +5,7 @@ import typer
 from mars_platform.cli.main import show_help_without_command
 from mars_platform.cli.options import AsJson, with_options
 from mars_serve.bench.options import CompareOptions, DecodeOptions, LoadOptions
+from mars_serve.cli.options import let_idle_threads_sleep
 
 _FILE_WIDTH = 120  # columns of a table in a file or pipe
 _LOAD_WIDTH = 160
@@ -29,6 +30,8 @@ def decode(options: DecodeOptions, as_json: AsJson = False) -> None:
     has its drawn length. With --untrained, the number of tokens accepted per pass is drawn instead
     of decided by the model, so that step times can be measured without trained weights.
     """
+    let_idle_threads_sleep()
+
     from rich.console import Console
 
     from mars_platform.cli.report import output_console

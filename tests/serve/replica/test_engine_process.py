@@ -183,6 +183,14 @@ async def test_a_request_that_can_never_run_is_refused_with_its_reason(loop):
     assert loop.is_alive
 
 
+@pytest.mark.parametrize(("given", "found"), [(None, "passive"), ("active", "active")])
+def test_idle_threads_of_engines_sleep_unless_told_otherwise(monkeypatch, given, found):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    assert engine_template.python_environment()["OMP_WAIT_POLICY"] == found
+
+
 def test_an_engine_serves_one_event_loop_after_another(loop):
     first, second = (asyncio.run(collect(loop, request(name, window=4))) for name in ("a", "b"))
     assert [output.tokens for output in first] == [output.tokens for output in second]
