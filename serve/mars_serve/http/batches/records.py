@@ -90,9 +90,9 @@ class BatchStore:
         name, tenant = new_id(), record.tenant
         self._creating[tenant] += 1
         try:
-            unfinished = {*await self.unfinished()} & {*await self.names(tenant)}
-            if len(unfinished) + self._creating[tenant] > _MOST_UNFINISHED:
-                reason = f"{len(unfinished)} of this key have not ended, and {_MOST_UNFINISHED} may"
+            num_unfinished = await self._num_unfinished(tenant)
+            if num_unfinished + self._creating[tenant] > _MOST_UNFINISHED:
+                reason = f"{num_unfinished} of this key have not ended, and {_MOST_UNFINISHED} may"
                 message = f"batches: {reason}; wait for some to end, or cancel them"
                 raise ApiError(429, message, code="too_many_batches", retry_after_s=_RETRY_AFTER_S)
             # a batch without a lease would never run; a lease without a batch is taken away
@@ -102,6 +102,14 @@ class BatchStore:
         finally:
             self._creating -= Counter([tenant])  # also forgets those without any
         return name
+
+    async def _num_unfinished(self, tenant: str) -> int:
+        leased = {*await self.unfinished()} & {*await self.names(tenant)}
+        if len(leased) + self._creating[tenant] <= _MOST_UNFINISHED:
+            return len(leased)
+        # a batch keeps its lease for a moment after its record says that it has ended
+        records = await self.find_all(tenant, [*leased])
+        return sum(each.status not in ENDED for each in records.values())
 
     async def update(self, name: str, record: BatchRecord) -> None:
         """Write the record of a batch that this process runs."""
