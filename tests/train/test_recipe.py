@@ -117,8 +117,7 @@ INVALID = """
     stages.1.block_size=[4,4] stages.1.block_size=4.5 stages.1.block_size=[true]
     stages.1.ar_weight=.inf stages.0.learning_rate=.inf
     stages.1.distillation.weight=0 stages.1.distillation.weight=1.1
-    stages.1.distillation.target=hard stages.1.on_policy.share=0
-    stages.1.on_policy.share=2
+    stages.1.distillation.target=hard
     precision=fp16 attention=eager seed=-1 max_nonfinite_steps=-1
     scaling.cpus_per_worker=0 scaling.strategy=zero3 scaling.placement=ANYWHERE
     scaling.max_failures=-2 scaling.threads_per_worker=0

@@ -170,13 +170,6 @@ class Distillation(Settings):
     the cross-entropy of its likeliest token."""
 
 
-class OnPolicy(Settings):
-    """Learning behind masks from how the model scores its own drafts."""
-
-    share: float = Field(gt=0, le=1)
-    """Share of the stage's steps, the last ones, in which masks learn from drafts."""
-
-
 class DraftHeadTraining(DraftHeadSettings):
     """A draft head to train: weights by which a mask's draft depends on the token before it."""
 
@@ -199,8 +192,6 @@ class MarsStage(_TrainedStage):
     distillation: Distillation | None = None
     """Learning masks from the clean stream; null for labels alone. By default an adapter learns
     from the clean stream alone, with weight 1."""
-    on_policy: OnPolicy | None = None
-    """Learning from the model's own scores of its drafts in the last steps; null for none."""
     responses: str | None = None
     """Name of an earlier stage of objective generate, whose responses take the noisy loss; the AR
     loss stays on the training data. Null for the training data in both."""
@@ -246,9 +237,8 @@ class MarsStage(_TrainedStage):
             if self.train == "head":
                 raise ValueError("train: there is no head to train; set draft_head")
             return self
-        for key in ("lora", "on_policy"):
-            if getattr(self, key) is not None:
-                raise ValueError(f"{key}: is not trained with a draft head; leave one of them out")
+        if self.lora is not None:
+            raise ValueError("lora: is not trained with a draft head; leave one of them out")
         if self.train == "head" and (self.adapter is not None or self.ar_weight):
             key = "ar_weight" if self.adapter is None else "adapter"
             raise ValueError(f"{key}: a head alone is trained beside a fixed model; leave it out")

@@ -131,13 +131,6 @@ def test_a_block_is_copied_from_its_first_mask_to_its_last_source(
     ]
 
 
-def test_no_draft_takes_the_place_of_a_first_token():
-    layout = sequence(0, 9, block_size=4).layout()
-    assert layout.position_ids[layout.mask_slots].tolist() == list(range(1, 8))
-    assert layout.position_ids[layout.draft_sources].tolist() == list(range(7))
-    assert layout.noisy[layout.draft_sources].tolist() == [True] * 3 + [False] + [True] * 3
-
-
 def test_plain_ar_training_has_the_clean_stream_alone():
     layout = lay_out(np.arange(10, 18), np.arange(8) >= 3, None, MASK)
     assert layout.tokens.tolist() == [*range(10, 17)]

@@ -83,9 +83,8 @@ def batch_of(items):
 class Naive:
     """The loss of one conversation, from a plain forward pass over each prediction's own prefix."""
 
-    def __init__(self, model, item, loss, on_policy, plain_share=0.0):
-        self.model, self.item, self.loss, self.on_policy = model, item, loss, on_policy
-        self.plain_share = plain_share
+    def __init__(self, model, item, loss, plain_share):
+        self.model, self.item, self.loss, self.plain_share = model, item, loss, plain_share
 
     def last(self, tokens):
         """Return the logits behind some tokens."""
@@ -101,17 +100,6 @@ class Naive:
 
     def hidden_token(self, position):
         return MASK if self.item.supervised[position] else self.item.ids[position]
-
-    def drafts(self, begin, end):
-        """Return tokens begin..end-1 of a block: the model's drafts in place of masks."""
-        ids, found = self.item.ids, []
-        for position in range(begin, end):
-            masks = [self.hidden_token(p) for p in range(begin, position)]
-            if self.item.supervised[position]:
-                found.append(int(self.last(ids[:begin] + masks).argmax()))
-            else:
-                found.append(ids[position])
-        return found
 
     def sums(self):
         clean = noisy = torch.zeros(())
@@ -129,15 +117,10 @@ class Naive:
                     noisy = noisy + F.cross_entropy(clean_logits, label)
                 continue
             ours = self.last(item.ids[:begin] + masks)
-            share, soft, teacher = loss.teacher_weight, loss.target == "soft", clean_logits
-            if self.on_policy:
-                drafts = self.drafts(begin, position)
-                teacher = self.last(item.ids[:begin] + drafts)
-                share, soft = 1.0, True
-            teacher = teacher.detach()
+            share, teacher = loss.teacher_weight, clean_logits.detach()
             added = self.added(item.ids[:begin] + masks, item.ids[position - 1])
             for part, logits in [(1 - self.plain_share, ours + added), (self.plain_share, ours)]:
-                if soft:
+                if loss.target == "soft":
                     p = teacher.softmax(-1)
                     taught = (p * (p.log() - logits.log_softmax(-1))).sum()
                 else:
@@ -147,34 +130,31 @@ class Naive:
         return clean, noisy
 
 
-def naive_sums(model, items, loss, on_policy, plain_share=0.0):
-    pairs = [Naive(model, item, loss, on_policy, plain_share).sums() for item in items]
+def naive_sums(model, items, loss, plain_share=0.0):
+    pairs = [Naive(model, item, loss, plain_share).sums() for item in items]
     return sum(clean for clean, _ in pairs), sum(noisy for _, noisy in pairs)
 
 
 LOSSES = {
-    "none": (MaskLoss(), False),
-    "soft": (MaskLoss(teacher_weight=0.4), False),
-    "soft alone": (MaskLoss(teacher_weight=1.0), False),
-    "argmax": (MaskLoss(teacher_weight=0.4, target="argmax"), False),
-    "drafts": (MaskLoss(), True),
-    "argmax on drafts": (MaskLoss(0.4, "argmax"), True),
+    "none": MaskLoss(),
+    "soft": MaskLoss(teacher_weight=0.4),
+    "soft alone": MaskLoss(teacher_weight=1.0),
+    "argmax": MaskLoss(teacher_weight=0.4, target="argmax"),
 }
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("clean_loss", [True, False])
 def test_losses_and_gradients_equal_a_pass_for_each_prediction(model, name, clean_loss):
-    loss, on_policy = LOSSES[name]
-    items = sequences() + (sequences(clean_loss=False) if not clean_loss else [])
+    loss, items = (
+        LOSSES[name],
+        sequences() + (sequences(clean_loss=False) if not clean_loss else []),
+    )
     batch, other = batch_of(items), copy.deepcopy(model)
     assert {0, 1, 2, 3, 4} <= set(batch.depths.tolist())
     objective = Objective(model, masked=True, mask_loss=loss)
     model.zero_grad()
-    ours, expected = (
-        objective(batch, on_policy=on_policy),
-        naive_sums(other, items, loss, on_policy),
-    )
+    ours, expected = objective(batch), naive_sums(other, items, loss)
     torch.testing.assert_close(torch.stack(list(ours)), torch.stack(expected), rtol=1e-5, atol=0)
     (ours.noisy + 0.7 * ours.clean).backward()
     (expected[1] + 0.7 * expected[0]).backward()
@@ -184,15 +164,14 @@ def test_losses_and_gradients_equal_a_pass_for_each_prediction(model, name, clea
         torch.testing.assert_close(ours_of.grad, theirs.grad, rtol=1e-3, atol=1e-4 * scale)
 
 
-@pytest.mark.parametrize("name", ["soft", "argmax", "argmax on drafts"])
+@pytest.mark.parametrize("name", ["soft", "argmax"])
 def test_logits_in_memory_are_bounded_forward_and_backward(model, name, monkeypatch):
-    loss, on_policy = LOSSES[name]
     batch = batch_of(sequences())
-    objective = Objective(model, masked=True, mask_loss=loss)
+    objective = Objective(model, masked=True, mask_loss=LOSSES[name])
 
     def gradient():
         model.zero_grad()
-        sums = objective(batch, on_policy=on_policy)
+        sums = objective(batch)
         (sums.noisy + sums.clean).backward()
         return sums.noisy.detach(), model.lm_head.weight.grad.clone()
 
@@ -209,7 +188,7 @@ def test_logits_in_memory_are_bounded_forward_and_backward(model, name, monkeypa
 
 def test_what_a_draft_head_adds_to_logits_is_bounded_with_them(model, monkeypatch):
     headed = with_random_head(copy.deepcopy(model), DraftHeadSettings(rank=3))
-    objective = Objective(headed, masked=True, mask_loss=LOSSES["soft"][0])
+    objective = Objective(headed, masked=True, mask_loss=LOSSES["soft"])
     expected, seen = objective(batch_of(sequences()), plain_share=0.3), []
     monkeypatch.setattr(objective_module, "MAX_LOGITS", 8 * VOCABULARY)
     draft_head_of(headed).register_forward_hook(lambda *call: seen.append(call[2].numel()))
@@ -221,10 +200,10 @@ def test_what_a_draft_head_adds_to_logits_is_bounded_with_them(model, monkeypatc
 @pytest.mark.parametrize(("name", "plain_share"), [("none", 0.3), ("soft", 0.0), ("argmax", 0.3)])
 def test_a_draft_head_knows_the_token_before_the_label(model, name, plain_share):
     ours = with_random_head(copy.deepcopy(model), DraftHeadSettings(rank=3))
-    theirs, loss = copy.deepcopy(ours), LOSSES[name][0]
+    theirs, loss = copy.deepcopy(ours), LOSSES[name]
     objective = Objective(ours, masked=True, mask_loss=loss)
     sums = objective(batch_of(sequences()), plain_share=plain_share)
-    expected = naive_sums(theirs, sequences(), loss, False, plain_share)
+    expected = naive_sums(theirs, sequences(), loss, plain_share)
     torch.testing.assert_close(torch.stack(list(sums)), torch.stack(expected), rtol=1e-5, atol=0)
     sums.noisy.backward()
     expected[1].backward()
@@ -236,17 +215,16 @@ def test_a_draft_head_knows_the_token_before_the_label(model, name, plain_share)
 def test_a_new_draft_head_leaves_losses_as_they_are(model):
     headed, batch = copy.deepcopy(model), batch_of(sequences())
     attach_draft_head(headed, DraftHeadSettings(rank=3))
-    for loss, _ in LOSSES.values():
+    for loss in LOSSES.values():
         ours, theirs = (Objective(m, masked=True, mask_loss=loss)(batch) for m in (headed, model))
         assert torch.equal(torch.stack(ours), torch.stack(theirs))
 
 
-@pytest.mark.parametrize("on_policy", [False, True])
-def test_a_batch_without_labels_gives_zeros(model, on_policy):
+def test_a_batch_without_labels_gives_zeros(model):
     loss = MaskLoss(teacher_weight=0.5)
     batch = collate([[lay_out(np.arange(1, 9), np.zeros(8, bool), 4, MASK)]], PAD)
     model.zero_grad()
-    sums = Objective(model, masked=True, mask_loss=loss)(batch, on_policy=on_policy)
+    sums = Objective(model, masked=True, mask_loss=loss)(batch)
     (sums.noisy + sums.clean).backward()
     assert (float(sums.clean.detach()), float(sums.noisy.detach())) == (0, 0)
     assert not any(parameter.grad.any() for parameter in model.parameters())
@@ -264,19 +242,17 @@ def test_the_loss_compiles_as_one_graph_of_any_shape():
             torch.testing.assert_close(ours, expected)
 
 
-@pytest.mark.parametrize("name", ["soft", "argmax on drafts"])
 @pytest.mark.parametrize("max_logits", [4 * VOCABULARY, 2**26])
-def test_autocast_keeps_every_gradient(model, name, max_logits, monkeypatch):
+def test_autocast_keeps_every_gradient(model, max_logits, monkeypatch):
     """Autocast keeps its copy of a weight, which has no gradient if it was made without one."""
-    loss, on_policy = LOSSES[name]
     batch = batch_of(sequences())
-    objective = Objective(model, masked=True, mask_loss=loss)
+    objective = Objective(model, masked=True, mask_loss=LOSSES["soft"])
     monkeypatch.setattr(objective_module, "MAX_LOGITS", max_logits)
 
     def gradient(*, half):
         model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
-            sums = objective(batch, on_policy=on_policy)
+            sums = objective(batch)
         (sums.noisy + sums.clean).backward()
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 

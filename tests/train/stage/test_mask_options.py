@@ -13,15 +13,13 @@ from mars_train.data.token_store import TokenStore, block_offsets, block_sizes, 
 from mars_train.method.batches import StageBatches
 from mars_train.method.layout import collate, lay_out
 from mars_train.method.objective import MaskLoss, Objective
-from mars_train.recipe import MarsStage
-from mars_train.stage.trainer import MODEL, learns_from_drafts
+from mars_train.stage.trainer import MODEL
 from mars_train.storage.directories import Storage
 from stage_runs import STATES, build_job, run_stage, write_rows, write_start
 
 ALL = {
     "block_size": [2, 3, 8],
     "distillation": {"weight": 0.5, "target": "argmax"},
-    "on_policy": {"share": 0.5},
     "max_steps": 4,
 }
 
@@ -57,7 +55,7 @@ def test_a_run_with_all_options_resumes_bit_for_bit_and_scales(job_of):
     np.testing.assert_allclose(sharded.losses, straight.losses, rtol=0, atol=1e-4)
 
 
-def test_a_model_with_states_learns_from_its_drafts_and_scales(job_of, tmp_path):
+def test_a_model_with_states_learns_and_scales(job_of, tmp_path):
     start = write_start(tmp_path / "start", **STATES)
     stage = {"max_steps": 8, "learning_rate": 0.02, "micro_batch_size": 16}
     jobs = [
@@ -69,9 +67,9 @@ def test_a_model_with_states_learns_from_its_drafts_and_scales(job_of, tmp_path)
     ]
     straight, sharded = (run_stage(job) for job in jobs)
     assert straight.error is None
-    first, *_, last = straight.history.steps[4:]  # those on drafts
-    assert last.noisy_loss < 0.6 * first.noisy_loss
-    assert last.clean_loss < straight.history.steps[0].clean_loss - 0.3
+    first, *_, last = straight.history.steps
+    assert last.noisy_loss < first.noisy_loss - 0.3
+    assert last.clean_loss < first.clean_loss - 0.3
     np.testing.assert_allclose(sharded.losses, straight.losses, rtol=0, atol=1e-4)
 
 
@@ -81,8 +79,8 @@ def test_other_responses_are_other_data(job_of, made, tmp_path):
     assert "belongs to another run, which differs in its data" in run_stage(other).error
 
 
-def mean_losses(job, *, step, on_policy):
-    """Return the clean and noisy loss of a step by the start model, one conversation at a time."""
+def mean_losses(job):
+    """Return the clean and noisy loss of the first step, one conversation at a time."""
     mask_id = read_metadata(Storage(job.storage).fetch(MODEL)).mask_token_id
     model = load_model(job.start).train()
     with torch.no_grad():
@@ -91,7 +89,7 @@ def mean_losses(job, *, step, on_policy):
     objective = Objective(model, masked=True, mask_loss=MaskLoss(0.5, "argmax"))
     data = TokenStore(Path(job.data))
     written = data if job.responses is None else TokenStore(Path(job.responses))
-    epoch, rows = step_rows(len(data), 16, job.recipe.seed, step)
+    epoch, rows = step_rows(len(data), 16, job.recipe.seed, 0)
     sizes = block_sizes(rows, job.recipe.seed, epoch, (2, 3, 8))
     assert set(sizes) == {2, 3, 8}
     offsets = block_offsets(rows, job.recipe.seed, epoch, sizes)
@@ -100,12 +98,12 @@ def mean_losses(job, *, step, on_policy):
         masked = lay_out(*written[row % len(written)], size, mask_id, offset)
         if job.responses is None:
             batch = collate([[masked]], 0)
-            clean, noisy = objective(batch, on_policy=on_policy)
+            clean, noisy = objective(batch)
             counts += len(batch.labels)
         else:
             plain = collate([[lay_out(*data[row], None, mask_id)]], 0)
             clean = objective(plain).clean
-            noisy = objective(collate([[masked]], 0), on_policy=on_policy).noisy
+            noisy = objective(collate([[masked]], 0)).noisy
             at_0 = masked.depths == 0  # the clean loss of a text that the model wrote
             losses, _ = objective.label_losses(collate([[masked]], 0))
             noisy = noisy - losses[torch.from_numpy(at_0)].sum()
@@ -115,13 +113,10 @@ def mean_losses(job, *, step, on_policy):
 
 
 @pytest.mark.parametrize("on_responses", [False, True])
-@pytest.mark.parametrize("on_policy", [False, True])
-def test_a_step_takes_each_loss_on_its_own_conversations(job_of, on_responses, on_policy):
-    stage = {"max_steps": 2, "learning_rate": 1e-12, "on_policy": {"share": 0.5}}
-    job = job_of(stage=stage, on_responses=on_responses)
-    outcome, step = run_stage(job), int(on_policy)  # the last step learns from drafts
-    record = outcome.history.steps[step]
-    clean, noisy = mean_losses(job, step=step, on_policy=on_policy)
+def test_a_step_takes_each_loss_on_its_own_conversations(job_of, on_responses):
+    job = job_of(stage={"max_steps": 1}, on_responses=on_responses)
+    (record,) = run_stage(job).history.steps
+    clean, noisy = mean_losses(job)
     assert record.clean_loss == pytest.approx(clean, abs=1e-5)
     assert record.noisy_loss == pytest.approx(noisy, abs=1e-5)
     assert read_metadata(Storage(job.storage).fetch(MODEL)).block_size == 8
@@ -147,10 +142,3 @@ def test_a_stage_with_an_adapter_has_no_clean_loss(job_of, on_responses):
     step = next(batches.from_step(0))
     assert sum(batch.num_clean for batch in step) == 0
     assert all(batch.num_noisy == len(batch.labels) > 0 for batch in step)
-
-
-@pytest.mark.parametrize(("share", "steps"), [(0.1, {7}), (0.5, {4, 5, 6, 7}), (1.0, {*range(8)})])
-def test_the_last_share_of_the_steps_learns_from_drafts(share, steps):
-    """A share of less than a step is one step."""
-    stage = MarsStage(objective="mars", on_policy={"share": share})
-    assert {step for step in range(8) if learns_from_drafts(stage, step, 8)} == steps

@@ -46,23 +46,17 @@ class AdapterObjective(Objective):
     ) -> None:
         super().__init__(model, masked=True, mask_loss=mask_loss, attention=attention)
         self._multiple_of = FLEX_MULTIPLE if attention == "flex" else 1
-        self._clean: _CleanStream | None = None
 
-    def _hidden_states(self, batch: Batch, tokens: Tensor | None = None) -> Tensor:
-        """See `Objective`; the clean stream of other tokens is that of the batch before."""
+    def _hidden_states(self, batch: Batch) -> Tensor:
         if self._is_recurrent:
-            return super()._hidden_states(batch, tokens)
-        if tokens is None:
-            self._clean = self._clean_pass(batch)
-        assert self._clean is not None
-        clean, noisy = self._clean, _select(batch, batch.noisy, self._multiple_of)
+            return super()._hidden_states(batch)
+        clean, noisy = self._clean_pass(batch), _select(batch, batch.noisy, self._multiple_of)
         pairs = zip(clean.stream.slots, noisy.slots, strict=True)
         both = RowSlots(*(torch.cat(pair, dim=1) for pair in pairs))
-        tokens = batch.tokens if tokens is None else tokens
-        hidden = self._pass(tokens, noisy, both, clean.stored)
-        table = hidden.new_zeros(tokens.numel(), hidden.shape[-1])
+        hidden = self._pass(batch.tokens, noisy, both, clean.stored)
+        table = hidden.new_zeros(batch.tokens.numel(), hidden.shape[-1])
         for stream, states in ((clean.stream, clean.hidden), (noisy, hidden)):
-            indices = stream.flat_indices(tokens.shape[1])
+            indices = stream.flat_indices(batch.tokens.shape[1])
             table = table.index_copy(0, indices, states[stream.is_used])
         return table
 

@@ -181,7 +181,7 @@ def _listed(wanted: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class StoredStream:
-    """Keys and values of a stream, by layer, for the passes of another stream that sees it.
+    """Keys and values of a stream, by layer, for the pass of another stream that sees it.
 
     transformers' caches do the same, but its layers drop them where activations are computed again.
     """

@@ -37,7 +37,7 @@ PADDING_DOCUMENT = -1
 """Document number of padding slots."""
 
 _OF_LABELS = ("labels", "previous", "depths", "in_clean_loss", "in_noisy_loss")
-_SLOT_INDICES = ("clean_sources", "noisy_sources", "mask_slots", "draft_sources")
+_SLOT_INDICES = ("clean_sources", "noisy_sources")
 """Columns of layouts and batches that hold indices of slots; the others just join."""
 
 
@@ -56,8 +56,6 @@ class Layout:
     depths: NDArray[np.int64]  # [labels], masks that the noisy source sees
     in_clean_loss: NDArray[np.bool_]  # [labels], whether the label counts in the clean loss
     in_noisy_loss: NDArray[np.bool_]  # [labels], whether the label counts in the noisy loss
-    mask_slots: NDArray[np.int64]  # [masks], slots that hold a mask
-    draft_sources: NDArray[np.int64]  # [masks], slot whose logits predict the token a mask hides
 
 
 def lay_out(
@@ -102,7 +100,6 @@ def lay_out(
     copy_slots = np.zeros_like(positions)
     copy_slots[copied] = length + np.arange(len(copied))
     noisy_ids = np.where(supervised, mask_token_id, input_ids)
-    hidden_at = copied[supervised[copied] & (copied > 0)]  # nothing predicts the first token
     return Layout(
         tokens=np.concatenate([input_ids[:length], noisy_ids[copied]]),
         position_ids=np.concatenate([positions, copied]),
@@ -115,8 +112,6 @@ def lay_out(
         depths=depths[sources],
         in_clean_loss=np.full(len(labels_at), clean_loss),
         in_noisy_loss=np.full(len(labels_at), block_size is not None),
-        mask_slots=copy_slots[hidden_at],
-        draft_sources=np.where(depths[hidden_at] > 1, copy_slots[hidden_at - 1], hidden_at - 1),
     )
 
 
@@ -153,8 +148,6 @@ class Batch:
     depths: Tensor  # int64 [labels]
     in_clean_loss: Tensor  # bool [labels]
     in_noisy_loss: Tensor  # bool [labels]
-    mask_slots: Tensor  # int64 [masks], index the flattened ``rows * slots``
-    draft_sources: Tensor  # int64 [masks], index the flattened ``rows * slots``
 
     @property
     def num_clean(self) -> int:

@@ -7,7 +7,7 @@ Imports no Ray.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -44,8 +44,7 @@ class MaskLoss:
 
         (1 - teacher_weight) * CE(label, q) + teacher_weight * KL(p || q), or CE(argmax p, q)
 
-    The teacher is the clean stream at the same label, detached. In a step on the model's own
-    drafts it is the model behind these, and its weight is 1.
+    The teacher is the clean stream at the same label, detached.
     """
 
     teacher_weight: float = 0.0
@@ -106,29 +105,20 @@ class Objective(nn.Module):
             self._token_losses = torch.compile(_token_losses, dynamic=True)
             self._taught_losses = torch.compile(_taught_losses, dynamic=True)
 
-    def forward(
-        self, batch: Batch, *, on_policy: bool = False, plain_share: float = 0.0
-    ) -> LossSums:
+    def forward(self, batch: Batch, *, plain_share: float = 0.0) -> LossSums:
         """Return the loss sums of one packed batch; without labels, zeros that have gradients.
 
-        With ``on_policy``, masks learn from the model's scores of its own drafts; see `_scored`.
         ``plain_share``, in [0, 1], is the share of the loss that masks have without their draft
         head, if there is one.
         """
-        hidden = self._hidden_states(batch)
-        masked, loss, teacher = batch.depths > 0, self.mask_loss, None
-        if on_policy:
-            teacher = self._scored(hidden, batch)[batch.noisy_sources[masked]]
-            loss = replace(loss, teacher_weight=1.0, target="soft")
-        elif self.masked and loss.teacher_weight:
-            teacher = hidden[batch.clean_sources[masked]].detach()
-        clean, noisy = self._losses(hidden, batch, loss, teacher, plain_share)
-        in_noisy = batch.in_noisy_loss & (masked | batch.in_clean_loss)  # depth 0 is clean
+        clean, noisy = self._losses(batch, self.mask_loss, plain_share)
+        # The loss at depth 0 is the clean one, which counts where the clean stream is learned.
+        in_noisy = batch.in_noisy_loss & ((batch.depths > 0) | batch.in_clean_loss)
         return LossSums((clean * batch.in_clean_loss).sum(), (noisy * in_noisy).sum())
 
     def label_losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return each label's cross-entropy, clean and noisy, float32 [labels] each, in nats."""
-        return self._losses(self._hidden_states(batch), batch, MaskLoss())
+        return self._losses(batch, MaskLoss())
 
     @torch.no_grad()
     def clean_logits(self, tokens: Sequence[int], block_size: int | None, mask_id: int) -> Tensor:
@@ -145,18 +135,10 @@ class Objective(nn.Module):
         return self._logits(self._hidden_states(batch)[begin : begin + length])
 
     def _losses(
-        self,
-        hidden: Tensor,
-        batch: Batch,
-        loss: MaskLoss,
-        teacher: Tensor | None = None,
-        plain_share: float = 0.0,
+        self, batch: Batch, loss: MaskLoss, plain_share: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        """Return the clean and noisy losses of labels, which at depth 0 are the same.
-
-        ``hidden``, [rows * slots, width], are last hidden states, and ``teacher``, [masked labels,
-        width], those that teach, without a gradient.
-        """
+        """Return the clean and noisy losses of labels, which at depth 0 are the same."""
+        hidden = self._hidden_states(batch)
         clean = self._clean_losses(hidden, batch)
         if not self.masked:
             return clean, torch.zeros_like(clean)
@@ -166,8 +148,8 @@ class Objective(nn.Module):
             batch.previous[masked],
             batch.labels[masked],
         ]
-        if teacher is not None:
-            columns.append(teacher)
+        if loss.teacher_weight:
+            columns.append(hidden[batch.clean_sources[masked]].detach())
         losses = partial(self._chunk_noisy, loss=loss, plain_share=plain_share)
         # A head's part of the logits is a table of their size, and so is the sum.
         num_others = 0 if draft_head_of(self.model) is None else 2
@@ -177,35 +159,10 @@ class Objective(nn.Module):
     def _clean_losses(self, hidden: Tensor, batch: Batch) -> Tensor:
         return self._in_chunks(self._chunk_losses, hidden[batch.clean_sources], batch.labels)
 
-    def _scored(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """Return hidden states behind the model's own drafts in place of masks.
-
-        Logits at a slot predict the *next* token. In a block that begins at position s, with the
-        clean tokens before s known, decoding drafts y(s) from the clean token at s - 1, and
-        y(s + d) from the d-th mask, which stands at s + d - 1. So the draft that takes a mask's
-        place is predicted one position earlier: by the mask before it, or for a block's first mask
-        by the clean stream. A draft then sees what its mask saw, the clean tokens of earlier
-        blocks, the drafts before it in its own block and itself, just as in plain AR decoding.
-        The logits at the slot of y(s + d - 1) are the model's scores of position s + d behind
-        these drafts, and that is the position which the d-th mask, in the same slot, predicts. So
-        mask and teacher share their slot, and the last draft of a block, y(s + B), takes no place.
-
-        Args:
-            hidden: [rows * slots, width], hidden states of the batch as it is.
-            batch: the batch.
-
-        Returns:
-            [rows * slots, width], without a gradient; slots of the clean stream are as before.
-        """
-        drafts = self._in_chunks(self._chunk_likeliest, hidden.detach()[batch.draft_sources])
-        tokens = batch.tokens.flatten().scatter(0, batch.mask_slots, drafts)
-        with torch.no_grad():
-            return self._hidden_states(batch, tokens.view_as(batch.tokens))
-
-    def _hidden_states(self, batch: Batch, tokens: Tensor | None = None) -> Tensor:
+    def _hidden_states(self, batch: Batch) -> Tensor:
+        """Return the last hidden states of all slots, [rows * slots, width]."""
         slots = slots_of(batch)
-        tokens = batch.tokens if tokens is None else tokens
-        return self._decode(tokens, RowMasks(slots, slots, self.attention)).flatten(0, 1)
+        return self._decode(batch.tokens, RowMasks(slots, slots, self.attention)).flatten(0, 1)
 
     def _decode(self, tokens: Tensor, masks: RowMasks) -> Tensor:
         """Return the last hidden states [rows, queries, width] of tokens [rows, queries]."""
@@ -277,9 +234,6 @@ class Objective(nn.Module):
         if not plain_share:
             return with_head
         return (1 - plain_share) * with_head + plain_share * losses(logits)
-
-    def _chunk_likeliest(self, hidden: Tensor) -> Tensor:
-        return self._logits(hidden).argmax(-1)
 
 
 def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:

@@ -305,12 +305,11 @@ class StageTrainer:
     def _backward(
         self, batch: Batch, clean_scale: float, noisy_scale: float, *, last: bool
     ) -> LossSums:
-        on_policy = learns_from_drafts(self.job.stage, self.step, self.total_steps)
         plain_share = plain_share_of(self.job.stage, self.step / self.total_steps)
         with self.workers.gradient_exchange(self.objective, last=last):
             with self.workers.autocast():
                 batch = batch.to(self.workers.device)
-                sums: LossSums = self.objective(batch, on_policy=on_policy, plain_share=plain_share)
+                sums: LossSums = self.objective(batch, plain_share=plain_share)
             loss = sums.noisy * noisy_scale + self.job.ar_weight * sums.clean * clean_scale
             torch.autograd.backward(loss)
         return sums
@@ -488,13 +487,6 @@ def _mask_loss(stage: TrainedStage) -> MaskLoss | None:
     if not isinstance(stage, MarsStage) or stage.distillation is None:
         return None
     return MaskLoss(stage.distillation.weight, stage.distillation.target)
-
-
-def learns_from_drafts(stage: TrainedStage, step: int, total_steps: int) -> bool:
-    """Return whether masks learn from the model's drafts in a step, counted from 0."""
-    if not isinstance(stage, MarsStage) or stage.on_policy is None:
-        return False
-    return step >= total_steps - math.ceil(stage.on_policy.share * total_steps)
 
 
 def plain_share_of(stage: TrainedStage, progress: float) -> float:
