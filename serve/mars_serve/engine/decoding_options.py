@@ -4,6 +4,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from math import inf, log
+from typing import NamedTuple
 
 import numpy as np
 
@@ -72,6 +74,19 @@ def token_set(ids: Collection[int]) -> bytes:
     return np.packbits(flags, bitorder="little").tobytes()
 
 
+class Limits(NamedTuple):
+    """Numbers of a sampling as functions take them, where neutral ones keep all tokens."""
+
+    top_k: int
+    """Number of likeliest tokens to choose from, at least 1."""
+    temperature: float
+    """Divisor of the logits, a normal float32 number; 0 is greedy."""
+    top_p: float
+    """Probability that the likeliest tokens to choose from make up together; above 1 for all."""
+    least: float
+    """Least scaled logit of a token, if that of the likeliest one is 0."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How a token is chosen from the model's probabilities; the neutral values choose greedily.
@@ -106,6 +121,18 @@ class Sampling:
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens, none of them empty, that the output may not contain."""
 
+    @cached_property
+    def limits(self) -> Limits:
+        """The numbers that choose among logits, penalised and biased."""
+        numbers = np.finfo(np.float32)  # some devices treat numbers below its normal ones as 0
+        temperature = min(self.temperature, float(numbers.max))
+        return Limits(
+            top_k=self.top_k or np.iinfo(np.int64).max,
+            temperature=temperature if temperature >= numbers.tiny else 0.0,
+            top_p=self.top_p if self.top_p < 1.0 else 2.0,
+            least=log(self.min_p) if self.min_p > 0.0 else -inf,
+        )
+
     @property
     def needs_history(self) -> bool:
         """Whether the choice depends on how often earlier tokens stand in prompt and output."""
@@ -125,9 +152,13 @@ class Sampling:
     @property
     def is_plain(self) -> bool:
         """Whether the choice is always the likeliest token."""
+        return self.temperature == 0.0 and self.filters_alone
+
+    @property
+    def filters_alone(self) -> bool:
+        """Whether the choice depends on logits, temperature, filters and noise alone."""
         return (
-            self.temperature == 0.0
-            and not self.needs_history
+            not self.needs_history
             and not self.logit_bias
             and self.min_tokens == 0
             and not self.limits_tokens
@@ -215,7 +246,12 @@ class DecodingOptions:
     @cached_property  # since it is read for each row of each step
     def is_plain(self) -> bool:
         """Whether each token is simply the likeliest one."""
-        return self.sampling.is_plain and self.grammar is None and self.thinking is None
+        return self.sampling.temperature == 0.0 and self.filters_alone
+
+    @cached_property
+    def filters_alone(self) -> bool:
+        """Whether each choice depends on logits, temperature, filters and noise alone."""
+        return self.sampling.filters_alone and self.grammar is None and self.thinking is None
 
     @property
     def may_take_several(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from mars_platform.checkpoint.adapter.draft_head import draft_head_of
+from mars_platform.checkpoint.adapter.draft_head import DraftHead, draft_head_of
 from mars_platform.checkpoint.adapter.lora import LoraWeights
 from mars_platform.checkpoint.directory import SpecialTokens
 from mars_platform.mixing.bind import ATTENTION_NAME
@@ -23,7 +23,6 @@ from mars_serve.engine.decoder.merged import merge_layers
 from mars_serve.engine.decoding_options import DecodingOptions
 from mars_serve.engine.device.transfer import HostCopy
 from mars_serve.engine.execution.acceptance import Accepted, accept, num_accepted
-from mars_serve.engine.execution.draft_walk import DraftWalk
 from mars_serve.engine.execution.graphs import (
     Capture,
     CapturedGraphs,
@@ -34,6 +33,7 @@ from mars_serve.engine.execution.graphs import (
     GraphSizes,
 )
 from mars_serve.engine.execution.linear import pack_linears, tile_linears
+from mars_serve.engine.execution.native_choice import NativeChoice
 from mars_serve.engine.execution.prompt_logprobs import (
     PromptScores,
     next_tokens,
@@ -41,7 +41,7 @@ from mars_serve.engine.execution.prompt_logprobs import (
 )
 from mars_serve.engine.execution.proposals import Reads, build_reads, propose, unpack
 from mars_serve.engine.execution.step_sampling import Reports, reported, sampled_rows
-from mars_serve.engine.kernels.native import native_for
+from mars_serve.engine.kernels.native import LANES, native_for
 from mars_serve.engine.request import Request, RowState
 from mars_serve.engine.sampling.grammar_budget import GrammarBudget, StepGrammars
 from mars_serve.engine.sampling.sampler import choose_tokens
@@ -151,13 +151,18 @@ class ModelRunner:
         pack_linears(model, native, timed=not batch_invariant)
         if batch_invariant:
             tile_linears(model, _TILE)
-        self.model, self.adapters, self._native = model, step_adapters(model), native
+        self.model, self.adapters = model, step_adapters(model)
         banned = sorted(special.never_emitted)
         # A function of C++ writes to their logits without looking.
         assert set(banned) <= set(range(probe.logits.shape[-1])), "banned tokens have logits"
         self._banned = torch.tensor(banned, dtype=torch.long, device=model.device)
-        head = draft_head_of(model)
-        self._head = DraftWalk(head, native, self._banned) if head is not None else None
+        self._head = draft_head_of(model)
+        if self._head is not None:
+            self._head.float()  # in bfloat16, many of the likeliest tokens would tie
+            self._head.widen(-self._head.previous.shape[1] % LANES)
+        self._choice: NativeChoice | None = None
+        if native is not None and not isinstance(attention, InPlace):
+            self._choice = NativeChoice(native, self._head, self._banned)
         self._graphed: GraphedForward | None = None  # unless attention reads pages in place
         if isinstance(attention, InPlace):
             self._graphed = GraphedForward(model, attention, self._banned, states)
@@ -229,20 +234,45 @@ class ModelRunner:
     ) -> tuple[Tensor, Tensor]:
         """Return the table of `propose`, behind the logits, on which a draft head has acted."""
         logits, act, waits = output.logits, None, self._graphed is None
-        native = self._native if logits.dtype is self.model.dtype else None
         head = self._head if any(row.has_own_masks for row in rows) else None
-        is_watched = self.on_logits is not None
-        if head and native and not is_watched and head.takes(rows, logits, reads):
-            table = native.propose(logits, self._banned, reads.wanted)
-            head.walk(output.hidden, logits, table, rows)
-            return logits, table
+        is_watched = self.on_logits is not None and self._head is not None
+        if self._choice is not None and not is_watched and logits.dtype is self.model.dtype:
+            taken = [self._choice.takes(row) for row in rows]
+            if all(taken):
+                return logits, self._choice.propose(logits, output.hidden, reads, rows)
+            if any(taken):
+                return self._by_parts(output, rows, taken, grammars)
         sampled = sampled_rows(rows, grammars, has_head=head is not None, waits=waits)
         if output.proposals is not None and not sampled:
             return logits, output.proposals
         if head is not None:
-            logits, act = logits.float(), partial(head.act, output.hidden)
+            logits, act = logits.float(), partial(_act, head, output.hidden)
         choose = partial(choose_tokens, rows=sampled, act_head=act) if sampled else None
-        return logits, propose(logits, reads, self._banned, choose, native)
+        return logits, propose(logits, reads, self._banned, choose)
+
+    def _by_parts(
+        self,
+        output: ForwardOutput,
+        rows: Sequence[ScheduledRow],
+        taken: Sequence[bool],
+        grammars: StepGrammars,
+    ) -> tuple[Tensor, Tensor]:
+        """Return what `_proposals` does by two smaller batches, of rows that functions of C++ take
+        and of others.
+        """
+        logits, table = output.logits, torch.empty(len(output.logits), 2, dtype=torch.int32)
+        num_reads = torch.tensor([row.num_reads for row in rows])
+        of_read = torch.tensor(taken).repeat_interleave(num_reads)
+        for is_taken in (True, False):
+            part = [row for row, own in zip(rows, taken, strict=True) if own is is_taken]
+            places = of_read == is_taken
+            some = replace(output, logits=output.logits[places], hidden=output.hidden[places])
+            reads = build_reads(part, self._temperatures)
+            changed, table[places] = self._proposals(some, reads, part, grammars)
+            if self._head is not None and not is_taken:  # it may have acted
+                logits = logits.float()
+                logits[places] = changed
+        return logits, table
 
     def load_lora(self, slot: int, weights: LoraWeights) -> None:
         """Put a LoRA adapter into a slot."""
@@ -271,3 +301,10 @@ class ModelRunner:
         if self._draw_accepted is None:
             return None
         return [self._draw_accepted(row.request, row.num_proposed) for row in rows]
+
+
+def _act(head: DraftHead, hidden: Tensor, logits: Tensor, reads: Tensor, previous: Tensor) -> None:
+    """Let a draft head act on float32 logits [reads, vocabulary], in place, at int64 [n] reads
+    behind int64 [n] tokens. ``hidden``, [reads, width], are what the logits were made of.
+    """
+    logits[reads] = head.share_out(logits[reads], hidden[reads], previous)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from mars_platform.method.mode import Confidence
 from mars_platform.method.rules import confidence_of, log_probabilities
-from mars_serve.engine.kernels.native import Native
 from mars_serve.engine.scheduled_row import ScheduledRow
 
 # Logits handled at once on a CPU. Temporaries of the whole vocabulary beyond its cache take several
@@ -43,6 +42,11 @@ class Reads:
     temperatures: Tensor | None = None
     """float64 [reads], divisors of the logits for confidences; None for 1."""
 
+    def native_divisors(self) -> NDArray[np.float32]:
+        """Return the divisors as functions of C++ take them, on the host: 0 for unwanted ones."""
+        divisors = 1.0 if self.temperatures is None else self.temperatures.numpy()
+        return np.where(self.wanted, divisors, 0.0).astype(np.float32)
+
 
 def build_reads(rows: Sequence[ScheduledRow], temperatures: Sequence[float] | None) -> Reads:
     """Describe, with tensors on the CPU, the logits that rows read, in order.
@@ -69,29 +73,19 @@ def propose(
     reads: Reads,
     banned: Tensor,
     choose_tokens: ChooseTokens | None = None,
-    native: Native | None = None,
 ) -> Tensor:
     """Choose the token at each read, and return it with the bits of its float32 confidence.
 
     It is the likeliest one that may be emitted, unless ``choose_tokens`` replaces it; its
     confidence is taken from the raw ``logits``, float [reads, vocabulary], in which tokens may be
     ``banned``, int64 [banned]. A confidence that does not matter may be 1, or NaN if the likeliest
-    token's logit is not finite. ``native`` are functions for numbers of the logits' type, if there
-    are some. The result is int32 [reads, 2].
+    token's logit is not finite. The result is int32 [reads, 2].
     """
-    if native is not None and choose_tokens is None and is_simple(logits, reads):
-        return native.propose(logits, banned, reads.wanted)
     parts = [
         _propose(*part, reads, banned, choose_tokens)
         for part in _parts(logits, split=choose_tokens is None)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def is_simple(logits: Tensor, reads: Reads) -> bool:
-    """Return whether functions of C++ can compute the confidences of reads of ``logits``."""
-    is_raw = reads.temperatures is None and logits.is_contiguous()
-    return is_raw and reads.used_measures <= {Confidence.PROBABILITY}
 
 
 def unpack(table: Tensor) -> tuple[list[int], list[float]]:

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <new>
 #include <vector>
 
@@ -650,14 +651,15 @@ struct Proposal {
   float confidence;
 };
 
-// Returns the probability of a number among those of a row, which is padded with -inf; NaN if one of
-// them is NaN or inf, or all are -inf.
-float probability_of(float number, const std::vector<float>& row) {
+// Returns the probability of a number among those of a row, which is padded with -inf, all divided by
+// `divisor`; NaN if one of them is NaN or inf, or all are -inf.
+float probability_of(float number, const std::vector<float>& row, float divisor) {
   Floats tops = all(-INFINITY), totals = {};
   for (size_t at = 0; at < row.size(); at += kLanes) tops = larger(load(&row[at]), tops);
-  const float top = largest(tops);
-  for (size_t at = 0; at < row.size(); at += kLanes) totals += exponential(load(&row[at]) - top);
-  return exponential(all(number - top))[0] / sum(totals);
+  const float top = largest(tops), factor = 1 / divisor;
+  for (size_t at = 0; at < row.size(); at += kLanes)
+    totals += exponential((load(&row[at]) - top) * factor);
+  return exponential(all((number - top) * factor))[0] / sum(totals);
 }
 
 // Returns the place of the largest number of a row, of the first among equals, or of the first NaN.
@@ -687,79 +689,193 @@ struct Likely {
   int64_t token;
 };
 
+// Consecutive reads whose tokens are chosen one behind the other; `native.py` has the same fields.
+struct Chain {
+  int64_t read, num_reads;
+  int64_t token;  // before the first read's own, by which a draft head acts; -1 without a head
+  int64_t gates;  // the first read's row of `Walk::gates`
+  int64_t seed, position, top_k;  // of the noise, of the first token, and tokens to choose from
+  float temperature;              // 0 for the likeliest token
+  float top_p, least;             // top_p above 1 keeps all tokens, `least` those of such a score
+};
+
 struct Walk {
   const Number* logits;    // [reads, size]
-  const int64_t* banned;   // [num_banned], tokens that are never drafted
-  const float* previous;   // [size, rank], weights of a draft head by the token before
+  const int64_t* banned;   // [num_banned], tokens that are never chosen
+  const float* divisors;   // [reads], of the logits for confidences, 0 where those do not matter
+  const float* gates;      // [reads of all chains, rank], of a draft head; null without one
+  const float* previous;   // [size, rank], its weights by the token before
   const float* following;  // [size, rank], its weights by the drafted token
   Proposal* proposals;     // [reads], the likeliest tokens without the head
   int64_t num_banned, size, rank, most;
 };
 
-// Finds a read's likeliest tokens that are not banned, at most `most`, the first among equals.
-void find_likely(const Walk& walk, const Number* row, std::vector<Likely>& likely) {
+constexpr float kLowest = std::numeric_limits<float>::lowest();
+
+bool is_likelier(const Likely& one, const Likely& other) {
+  return one.logit > other.logit || (one.logit == other.logit && one.token < other.token);
+}
+
+// Finds the tokens of the largest logits of a row, which is padded with -inf, at most `most` and the
+// first among equals; none of them is at -inf.
+void find_likely(const std::vector<float>& row, int64_t most, std::vector<Likely>& likely) {
+  static thread_local std::vector<float> tops, ordered;
   constexpr int64_t kPart = 64;
-  const auto is_before = [](const Likely& one, const Likely& other) {
-    return one.logit > other.logit || (one.logit == other.logit && one.token < other.token);
-  };
-  const int64_t size = walk.size, num_parts = (size + kPart - 1) / kPart;
-  std::vector<float> tops(num_parts, -INFINITY);
+  const int64_t size = row.size(), num_parts = (size + kPart - 1) / kPart;
+  float least = kLowest;
+  tops.resize(num_parts);
   for (int64_t part = 0; part < num_parts; ++part) {
-    int64_t at = part * kPart, end = at + kPart < size ? at + kPart : size;
-    Floats most = all(-INFINITY);
-    for (; at + kLanes <= end; at += kLanes) most = larger(load(row + at), most);
-    tops[part] = largest(most);
-    for (; at < end; ++at) tops[part] = std::max(tops[part], load_one(row + at));
+    const int64_t end = std::min(part * kPart + kPart, size);
+    Floats top = all(-INFINITY);
+    for (int64_t at = part * kPart; at < end; at += kLanes) top = larger(load(&row[at]), top);
+    tops[part] = largest(top);
   }
-  // As many parts hold such a number as there may be tokens to find, the banned ones included.
-  const int64_t wanted = walk.most + walk.num_banned;
-  float least = -INFINITY;
-  if (wanted < num_parts) {
-    std::vector<float> ordered = tops;
-    std::nth_element(ordered.begin(), ordered.begin() + wanted, ordered.end(), std::greater<>());
-    least = ordered[wanted];
+  if (most <= num_parts) {  // as many parts hold a number as large as the least one to find
+    ordered = tops;
+    std::nth_element(ordered.begin(), ordered.begin() + most - 1, ordered.end(), std::greater<>());
+    least = std::max(least, ordered[most - 1]);
   }
   likely.clear();
-  const int64_t* end_of_banned = walk.banned + walk.num_banned;
-  for (int64_t part = 0; part < num_parts; ++part)
-    for (int64_t at = part * kPart; tops[part] >= least && at < size; ++at) {
-      if (at == (part + 1) * kPart) break;
-      if (load_one(row + at) >= least && std::find(walk.banned, end_of_banned, at) == end_of_banned)
-        likely.push_back({load_one(row + at), at});
-    }
-  if (int64_t(likely.size()) > walk.most) {
-    std::nth_element(likely.begin(), likely.begin() + walk.most, likely.end(), is_before);
-    likely.resize(walk.most);
+  for (int64_t at = 0; at < size; ++at)
+    if (at % kPart == 0 && tops[at / kPart] < least)
+      at += kPart - 1;
+    else if (row[at] >= least)
+      likely.push_back({row[at], at});
+  if (int64_t(likely.size()) > most) {
+    std::nth_element(likely.begin(), likely.begin() + most, likely.end(), is_likelier);
+    likely.resize(most);
   }
 }
 
-// Chooses the drafts of reads one behind the other, the first behind `token`, by the head's gates,
-// [count, rank], which share out the probability of the likeliest tokens anew.
-void walk_chain(const Walk& walk, int64_t read, int64_t count, int64_t token, const float* gates) {
-  std::vector<Likely> likely;
-  std::vector<float> features(walk.rank);
-  for (; count > 0; --count, ++read, gates += walk.rank) {
-    const Number* row = walk.logits + read * walk.size;
-    Proposal& proposal = walk.proposals[read];
-    const float top = load_one(row + proposal.token);
-    if (!(proposal.confidence > 0)) return;  // some logit is not finite
-    find_likely(walk, row, likely);
-    for (int64_t i = 0; i < walk.rank; ++i)
-      features[i] = walk.previous[token * walk.rank + i] * gates[i];
-    float before = 0, after = 0;
-    for (Likely& one : likely) {
-      before += std::exp(one.logit - top);
-      Floats sums = {};
-      const float* weights = walk.following + one.token * walk.rank;
-      for (int64_t i = 0; i < walk.rank; i += kLanes) sums += load(&features[i]) * load(weights + i);
-      one.logit += sum(sums);
+// Lets a draft head share out the probability of the likeliest tokens anew, in both copies of a
+// read's logits.
+void share_out(const Walk& walk, int64_t before, const float* gates, std::vector<float>& row,
+               std::vector<float>& allowed) {
+  static thread_local std::vector<Likely> likely;
+  static thread_local std::vector<float> features;
+  find_likely(allowed, walk.most, likely);
+  features.resize(walk.rank);
+  for (int64_t i = 0; i < walk.rank; ++i)
+    features[i] = walk.previous[before * walk.rank + i] * gates[i];
+  const auto largest_of = [&] {
+    float found = -INFINITY;
+    for (const Likely& one : likely) found = std::max(found, one.logit);
+    return found;
+  };
+  const float old_top = largest_of();
+  float old = 0, now = 0;
+  for (Likely& one : likely) {
+    old += std::exp(one.logit - old_top);
+    Floats sums = {};
+    const float* weights = walk.following + one.token * walk.rank;
+    for (int64_t i = 0; i < walk.rank; i += kLanes) sums += load(&features[i]) * load(weights + i);
+    one.logit += sum(sums);
+  }
+  const float top = largest_of();
+  for (const Likely& one : likely) now += std::exp(one.logit - top);
+  const float change = old_top + std::log(old) - top - std::log(now);
+  if (!std::isfinite(change)) return;  // the head's weights are too large
+  for (const Likely& one : likely) row[one.token] = allowed[one.token] = one.logit + change;
+}
+
+constexpr uint64_t kGolden = 0x9E3779B97F4A7C15;
+
+// The output function of SplitMix64; see `noise.py`.
+inline uint64_t mixed(uint64_t state) {
+  state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9;
+  state = (state ^ (state >> 27)) * 0x94D049BB133111EB;
+  return state ^ (state >> 31);
+}
+
+// Samples a token from scores, [size] and padded with -inf, of which that of `peak` is the first of
+// the largest; see `_sample` in `sampler.py`. Overwrites them.
+int64_t sample(std::vector<float>& scores, int64_t peak, int64_t size, const Chain& chain,
+               int64_t position) {
+  static thread_local std::vector<Likely> likely;
+  static thread_local std::vector<float> weights;
+  const float top = scores[peak], least = std::max(chain.least, kLowest);
+  for (size_t at = 0; at < scores.size(); at += kLanes)
+    store(&scores[at], (load(&scores[at]) - top) / chain.temperature);
+  if (chain.top_k < size) {
+    find_likely(scores, chain.top_k, likely);
+    float cut = 0;
+    for (const Likely& one : likely) cut = std::min(cut, one.logit);
+    for (float& score : scores) score = score < cut ? -INFINITY : score;
+  }
+  weights.resize(scores.size());
+  for (size_t at = 0; at < scores.size(); at += kLanes)
+    store(&weights[at], exponential(load(&scores[at])));
+  const uint64_t key = mixed(mixed(uint64_t(chain.seed) + kGolden) + uint64_t(position));
+  const auto bits_of = [&](int64_t token) {
+    return int64_t(mixed(uint64_t(token) * kGolden + key) >> 12);
+  };
+  const auto noisy = [&](int64_t token, int64_t bits) {
+    return scores[token] + float(-std::log(-std::log((double(bits) + 0.5) * 0x1p-52)));
+  };
+  const auto is_before = [&](int64_t token, int64_t other) {
+    return scores[token] > scores[other] || (scores[token] == scores[other] && token < other);
+  };
+  const auto share_before = [&](int64_t other, auto weight_of) {
+    double before = 0, total = 0;
+    for (int64_t token = 0; token < size; ++token) {
+      const double weight = weight_of(token);
+      total += weight;
+      before += is_before(token, other) ? weight : 0;
     }
-    Likely best = likely[0];
-    for (const Likely& one : likely)
-      if (one.logit > best.logit || (one.logit == best.logit && one.token < best.token)) best = one;
-    for (const Likely& one : likely) after += std::exp(one.logit - best.logit);
-    token = best.token;
-    proposal = {int32_t(token), proposal.confidence * before / after};
+    return before / total;
+  };
+  for (int64_t last = -1;;) {
+    int64_t best = peak;
+    float most = noisy(peak, bits_of(peak));
+    // The noise of u is at most -log(1 - u), so that few tokens' logarithms have to be taken.
+    double bound = 1.001 * 0x1p52 * std::exp(-double(most));
+    for (int64_t token = 0; token < size; ++token) {
+      if (scores[token] < least || (last >= 0 && !is_before(token, last))) continue;
+      const int64_t bits = bits_of(token);
+      if (double((int64_t(1) << 52) - bits) - 0.5 > weights[token] * bound) continue;
+      const float own = noisy(token, bits);
+      if (own < most || (own == most && token >= best)) continue;
+      best = token, most = own;
+      bound = 1.001 * 0x1p52 * std::exp(-double(most));
+    }
+    if (best == peak || chain.top_p > 1) return best;
+    double share = share_before(best, [&](int64_t token) { return weights[token]; });
+    if (std::abs(share - chain.top_p) < 1e-3)  // more than the weights' error
+      share = share_before(best, [&](int64_t token) { return std::exp(double(scores[token])); });
+    if (float(share) < chain.top_p) return best;
+    last = best;
+  }
+}
+
+// Sets `row` to a read's logits, padded with -inf, and `allowed` to those of tokens not banned.
+void load_row(const Number* own, int64_t size, const int64_t* banned, int64_t num_banned,
+              std::vector<float>& row, std::vector<float>& allowed) {
+  row.assign((size + kLanes - 1) / kLanes * kLanes, -INFINITY);
+  for (int64_t at = 0; at < size; ++at) row[at] = load_one(own + at);
+  allowed = row;
+  for (int64_t b = 0; b < num_banned; ++b) allowed[banned[b]] = -INFINITY;
+}
+
+// Chooses the tokens of reads one behind the other, by a draft head that shares out the probability
+// of the likeliest ones anew, and by sampling.
+void walk_chain(const Walk& walk, const Chain& chain) {
+  static thread_local std::vector<float> row, allowed;
+  int64_t token = chain.token;
+  for (int64_t i = 0; i < chain.num_reads; ++i) {
+    const int64_t read = chain.read + i;
+    Proposal& proposal = walk.proposals[read];
+    if (proposal.confidence != proposal.confidence) return;  // some logit is not finite
+    load_row(walk.logits + read * walk.size, walk.size, walk.banned, walk.num_banned, row, allowed);
+    int64_t chosen = proposal.token;
+    if (token >= 0) {
+      share_out(walk, token, walk.gates + (chain.gates + i) * walk.rank, row, allowed);
+      chosen = place_of_largest(allowed);
+    }
+    if (chain.temperature > 0 && std::isfinite(allowed[chosen]))
+      chosen = sample(allowed, chosen, walk.size, chain, chain.position + i);
+    if (token >= 0) token = chosen;
+    const float divisor = walk.divisors[read];
+    proposal = {int32_t(chosen), divisor > 0 ? probability_of(row[chosen], row, divisor) : 1};
   }
 }
 
@@ -855,35 +971,28 @@ int marsray_multiply(const Number* inputs, const Number* packed, const float* bi
 }
 
 // Proposes the likeliest token that is not banned behind each row of logits, [rows, size], with its
-// probability among all where that is wanted, [rows], and else with 1, or NaN if it is not finite.
-int marsray_propose(const Number* logits, const int64_t* banned, const bool* wanted,
+// probability among all if they are divided by `divisors`, [rows]. Where that is 0, it is 1, or NaN
+// if the token's logit is not finite.
+int marsray_propose(const Number* logits, const int64_t* banned, const float* divisors,
                     Proposal* proposals, int64_t num_banned, int64_t rows, int64_t size,
                     int num_threads) {
   std::atomic<int> failed{0};
   const auto propose = [&](int64_t i) {
     static thread_local std::vector<float> row, allowed;
-    row.assign((size + kLanes - 1) / kLanes * kLanes, -INFINITY);
-    int64_t at = 0;
-    for (const Number* own = logits + i * size; at < size; ++at) row[at] = load_one(own + at);
-    allowed = row;
-    for (int64_t b = 0; b < num_banned; ++b) allowed[banned[b]] = -INFINITY;
+    load_row(logits + i * size, size, banned, num_banned, row, allowed);
     const int64_t token = place_of_largest(allowed);
-    const float one = allowed[token] - allowed[token] + 1;
-    proposals[i] = {int32_t(token), wanted[i] ? probability_of(row[token], row) : one};
+    const float one = allowed[token] - allowed[token] + 1, divisor = divisors[i];
+    proposals[i] = {int32_t(token), divisor > 0 ? probability_of(row[token], row, divisor) : one};
   };
   threads->run(num_threads, rows, [&](int64_t i) { failed |= is_short([&] { propose(i); }); });
   return failed;
 }
 
-// Chooses drafts anew by a draft head, along chains of reads; `chains`, [num_chains, 4], are first
-// read, number of reads, token before them and their first row of `gates`.
-int marsray_walk(const Walk* walk, const int64_t* chains, const float* gates, int64_t num_chains,
-                 int num_threads) {
+// Chooses the tokens of chains anew.
+int marsray_walk(const Walk* walk, const Chain* chains, int64_t num_chains, int num_threads) {
   std::atomic<int> failed{0};
   threads->run(num_threads, num_chains, [&](int64_t i) {
-    const int64_t* chain = chains + 4 * i;
-    const float* own = gates + chain[3] * walk->rank;
-    failed |= is_short([&] { walk_chain(*walk, chain[0], chain[1], chain[2], own); });
+    failed |= is_short([&] { walk_chain(*walk, chains[i]); });
   });
   return failed;
 }

@@ -23,11 +23,14 @@ from contextlib import suppress
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from mars_serve.engine.decoding_options import Limits
 
 _log = logging.getLogger(__name__)
 
@@ -69,9 +72,35 @@ class _Walk(ctypes.Structure):
     """Arguments of ``marsray_walk``; `native.cpp` says what each field is."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("logits", "banned", "previous", "following", "proposals")),
+        *((name, _POINTER) for name in ("logits", "banned", "divisors", "gates", "previous")),
+        *((name, _POINTER) for name in ("following", "proposals")),
         *((name, _COUNT) for name in ("num_banned", "size", "rank", "most")),
     )
+
+
+class Chain(NamedTuple):
+    """Consecutive reads whose tokens are chosen one behind the other."""
+
+    read: int
+    num_reads: int
+    token: int
+    """Token before the first read's own, by which a draft head acts; -1 where none acts."""
+    seed: int
+    """Seed of the noise."""
+    position: int
+    """Absolute position of the first token to choose."""
+    limits: Limits
+    """Numbers of the sampling."""
+
+
+_WHOLES = ("read", "num_reads", "token", "gates", "seed", "position", "top_k")
+_CHAIN = np.dtype(
+    [
+        *((name, "i8") for name in _WHOLES),
+        *((name, "f4") for name in ("temperature", "top_p", "least")),
+    ],
+    align=True,
+)
 
 
 class Native:
@@ -91,7 +120,7 @@ class Native:
         self._propose = library.marsray_propose
         self._propose.argtypes = [*[_POINTER] * 4, *[_COUNT] * 3, _INT]
         self._walk = library.marsray_walk
-        self._walk.argtypes = [ctypes.POINTER(_Walk), *[_POINTER] * 2, _COUNT, _INT]
+        self._walk.argtypes = [ctypes.POINTER(_Walk), _POINTER, _COUNT, _INT]
         for function in (self._norm, self._rotate, self._gate, self._pack):
             function.restype = None
         for function in (self._attend, self._multiply, self._propose, self._walk):
@@ -131,15 +160,16 @@ class Native:
         )
         return outputs
 
-    def propose(self, logits: Tensor, banned: Tensor, wanted: NDArray[np.bool_]) -> Tensor:
+    def propose(self, logits: Tensor, banned: Tensor, divisors: NDArray[np.float32]) -> Tensor:
         """Return the table of `mars_serve.engine.execution.proposals.propose`: int32 [reads, 2].
 
-        ``wanted``, [reads], says whose confidence, the probability, matters.
+        ``divisors``, [reads], are those of the logits for confidences, the probabilities; 0 where
+        they do not matter.
         """
         rows, size = logits.shape
-        assert len(wanted) == rows, "each read is wanted or not"
+        assert len(divisors) == rows, "each read has a divisor"
         table = torch.empty(rows, 2, dtype=torch.int32)
-        pointers = logits.data_ptr(), banned.data_ptr(), wanted.ctypes.data, table.data_ptr()
+        pointers = logits.data_ptr(), banned.data_ptr(), divisors.ctypes.data, table.data_ptr()
         self._propose(*pointers, len(banned), rows, size, torch.get_num_threads())
         return table
 
@@ -147,27 +177,30 @@ class Native:
         self,
         logits: Tensor,
         banned: Tensor,
-        chains: Sequence[tuple[int, int, int]],
-        gates: Tensor,
-        weights: tuple[Tensor, Tensor],
+        divisors: NDArray[np.float32],
+        chains: Sequence[Chain],
+        head: tuple[Tensor, Tensor, Tensor] | None,
         most: int,
         table: Tensor,
     ) -> None:
-        """Let a draft head choose drafts anew in a ``table`` of `propose`.
+        """Choose the tokens of chains anew in a ``table`` of `propose`.
 
-        ``chains`` are first read, number of reads and token before them; ``gates``, float32 [reads
-        of all chains, rank], are its gates there. It chooses among the ``most`` likeliest tokens.
-        ``weights``, float32 [vocabulary, rank], are those by the token before and by the next one;
-        ``rank`` is a multiple of `LANES`.
+        A draft head has its gates there, float32 [reads of all chains, rank], and its weights by
+        the token before and by the next one, float32 [vocabulary, rank]; ``rank`` is a multiple of
+        `LANES`. It acts on the ``most`` likeliest tokens.
         """
-        previous, following = weights
-        tensors = logits, banned, previous, following, table
-        sizes = len(banned), logits.shape[1], gates.shape[1], most
-        walk = _Walk(*(tensor.data_ptr() for tensor in tensors), *sizes)
-        ends = accumulate((count for _, count, _ in chains), initial=0)
-        numbers = torch.tensor([(*chain, row) for chain, row in zip(chains, ends, strict=False)])
-        pointers = numbers.data_ptr(), gates.data_ptr()
-        self._walk(ctypes.byref(walk), *pointers, len(chains), torch.get_num_threads())
+        pointers = logits.data_ptr(), banned.data_ptr(), divisors.ctypes.data
+        weights = [None] * 3 if head is None else [each.data_ptr() for each in head]
+        rank = 0 if head is None else head[0].shape[1]
+        sizes = len(banned), logits.shape[1], rank, most
+        walk = _Walk(*pointers, *weights, table.data_ptr(), *sizes)
+        ends = accumulate((chain.num_reads for chain in chains), initial=0)
+        numbers = [
+            (*chain[:3], row, *chain[3:5], *chain.limits)
+            for chain, row in zip(chains, ends, strict=False)
+        ]
+        array = np.array(numbers, _CHAIN)
+        self._walk(ctypes.byref(walk), array.ctypes.data, len(chains), torch.get_num_threads())
 
     def norm(self, inputs: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """Divide rows, [..., size], by their root mean square, times a float32 weight [size]."""

@@ -36,8 +36,6 @@ _NUM_CANDIDATES = 512
 _MAX_PART_CPU, _MAX_PART = 2**17, 2**24
 _ROOM = 64
 """Distinct tokens for which a history has room at first."""
-# Some devices treat a lower temperature as zero.
-_LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny
 
 
 @dataclass(eq=False)
@@ -267,7 +265,7 @@ class _Pick(NamedTuple):
 
     def kind(self) -> _Kind:
         sampling = self.sampling
-        if sampling.temperature < _LEAST_TEMPERATURE:
+        if sampling.limits.temperature == 0.0:
             return _Kind.GREEDY
         filtered = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
         return _Kind.FILTERED if filtered else _Kind.SAMPLED
@@ -346,20 +344,18 @@ class _Columns(NamedTuple):
     """float32 [part]."""
     top_p: Tensor
     """float32 [part]; a value above 1 keeps all tokens."""
-    min_p: Tensor
-    """float32 [part]."""
+    least: Tensor
+    """float32 [part], the least scores."""
 
     @classmethod
     def of(cls, picks: Sequence[_Pick], vocabulary: int, device: torch.device) -> _Columns:
         """Copy the numbers of picks to a device in one transfer."""
         wholes, shares = [], []
         for pick in picks:
-            sampling = pick.sampling
-            top_k = min(sampling.top_k, vocabulary) or vocabulary
-            wholes.append((pick.read, sampling.seed, pick.row.position + pick.depth, top_k))
-            top_p = sampling.top_p if sampling.top_p < 1.0 else 2.0
-            temperature = min(sampling.temperature, torch.finfo(torch.float32).max)
-            shares.append((temperature, top_p, sampling.min_p))
+            top_k, *others = pick.sampling.limits
+            position = pick.row.position + pick.depth
+            wholes.append((pick.read, pick.sampling.seed, position, min(top_k, vocabulary)))
+            shares.append(others)
         bits = torch.tensor(shares, dtype=torch.float64).view(torch.long)
         table = to_device(torch.cat([torch.tensor(wholes), bits], dim=1).T.contiguous(), device)
         return cls(*table[:4], *table[4:].view(torch.float64).float())
@@ -469,7 +465,9 @@ def _sample(scores: Tensor, columns: _Columns, kind: _Kind) -> Tensor:
 
     ``top_p`` keeps the tokens before which less than its share lies. This is transformers' rule,
     but summed from the likeliest token on, where sums are more precise. The sums are the same in
-    any order, and so in any batch, since their terms are multiples of 2**-52.
+    any order, and so in any batch, since their terms are multiples of 2**-52. They are compared as
+    float32 numbers. So the last bits of float64, which differ between devices and in functions of
+    C++, decide only where a sum lies halfway between two of those; either choice is lawful there.
     """
     scores /= columns.temperature[:, None]
     if kind is _Kind.SAMPLED:
@@ -482,13 +480,13 @@ def _best_kept(scores: Tensor, columns: _Columns) -> Tensor:
     """Sample from the tokens that filters keep: int64 [part]. Overwrites ``scores``, float32 [part,
     vocabulary], scaled logits that peak at 0.
     """
-    top_k, top_p, min_p = (each[:, None] for each in (columns.top_k, columns.top_p, columns.min_p))
+    top_k, top_p, least = (each[:, None] for each in (columns.top_k, columns.top_p, columns.least))
     ids = torch.arange(scores.shape[1], device=scores.device)
     most = int(torch.where(top_k < len(ids), top_k, 1).max())
     cut = scores.topk(most).values.gather(-1, (top_k - 1).clamp_max(most - 1))
     scores.masked_fill_((scores < cut) & (top_k < len(ids)), -torch.inf)
     noisy = gumbel_noise(columns.seeds, columns.positions, len(ids)).add_(scores)
-    shares = scores.softmax(-1).double() + 1.0 - 1.0
+    shares = scores.double().softmax(-1) + 1.0 - 1.0
     chosen = rest = torch.arange(len(scores), device=scores.device)
     while len(rest):
         best = noisy.max(-1, keepdim=True).indices
@@ -496,18 +494,18 @@ def _best_kept(scores: Tensor, columns: _Columns) -> Tensor:
         value = scores.gather(-1, best)
         is_before = (scores > value) | ((scores == value) & (ids < best))
         before = (shares * is_before).sum(-1, keepdim=True).float()
-        is_kept = (before < top_p) & (value.exp() >= min_p) | ~(before > 0)  # with NaN, too
+        is_kept = (before < top_p) & (value >= least) | ~(before > 0)  # with NaN, too
         left = (~is_kept[:, 0]).nonzero()[:, 0]
         noisy = noisy[left].masked_fill_(~is_before[left], -torch.inf)
         scores, shares, rest = scores[left], shares[left], rest[left]
-        top_p, min_p = top_p[left], min_p[left]
+        top_p, least = top_p[left], least[left]
     return chosen
 
 
 def _best_kept_on_cpu(scores: Tensor, columns: _Columns) -> Tensor:
     """Return what `_best_kept` does, in a fraction of the time."""
     keys = noise_keys(columns.seeds, columns.positions)
-    limits = zip(columns.top_k.tolist(), columns.top_p.numpy(), columns.min_p.numpy(), strict=True)
+    limits = zip(columns.top_k.tolist(), columns.top_p.numpy(), columns.least.numpy(), strict=True)
     rows = zip(scores.numpy(), keys, limits, strict=True)
     return torch.tensor([_best_kept_of(row, key, *each) for row, key, each in rows])
 
@@ -517,7 +515,7 @@ def _best_kept_of(
     key: Tensor,
     top_k: int,
     top_p: NDArray[np.float32],
-    min_p: NDArray[np.float32],
+    least: NDArray[np.float32],
 ) -> int:
     """Sample a row's token, among its likeliest tokens alone if the filters surely keep no others.
 
@@ -530,20 +528,19 @@ def _best_kept_of(
         likely = scores[ids] if top_k <= len(ids) else scores
         cut = np.partition(likely, -top_k)[-top_k]
         scores = np.where(scores < cut, np.float32(-np.inf), scores)
-    shares = torch.from_numpy(scores).softmax(-1).numpy()
+    shares = torch.from_numpy(scores).double().softmax(-1).numpy() + 1.0 - 1.0
     last = scores[ids].min()
-    above = (shares[ids] + np.float64(1.0) - 1.0)[scores[ids] > last].sum()
-    if last == -np.inf or np.exp(last) < min_p or 0 < top_p <= np.float32(above):
+    above = shares[ids][scores[ids] > last].sum()
+    if last == -np.inf or last < least or 0 < top_p <= np.float32(above):
         scores, shares = scores[ids], shares[ids]
     else:
         ids = np.arange(len(scores))
-    shares = shares + np.float64(1.0) - 1.0
     noisy = scores + noise_of(key, torch.from_numpy(ids)).numpy()
     while True:
         best = int(noisy.argmax())
         is_before = scores > scores[best]
         is_before[:best] |= scores[:best] == scores[best]
         before = np.float32((shares * is_before).sum())
-        if not before > 0 or (before < top_p and np.exp(scores[best]) >= min_p):
+        if not before > 0 or (before < top_p and scores[best] >= least):
             return int(ids[best])
         noisy[~is_before] = -np.inf

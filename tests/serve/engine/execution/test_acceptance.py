@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -140,16 +141,20 @@ def test_the_operator_of_captured_steps_proposes_the_same(seed, measures, dtype)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocabulary", [24, 39, 1_000])
-def test_functions_of_cpp_propose_the_same(vocabulary, dtype):
+@pytest.mark.parametrize("temperatures", [None, [1.0, 0.7, 1.6, 2.5, 0.4, 1.2]])
+def test_functions_of_cpp_propose_the_same(vocabulary, dtype, temperatures):
     native = native_for(torch.device("cpu"), dtype)
     rows = random_rows(random.Random(0), 30, [Confidence.PROBABILITY])
-    reads = build_reads(rows, None)
+    if temperatures is not None:
+        for row in rows[::2]:
+            row.request.options = replace(row.request.options, calibrated=True)
+    reads = build_reads(rows, temperatures)
     logits = random_logits(1, len(reads.measures), vocabulary, 3.0).to(dtype)
     logits[1], logits[2, BANNED], logits[3, BANNED] = -torch.inf, 50.0, torch.nan
     logits[4, 7], logits[5, 21], logits[6, :] = torch.nan, torch.inf, 1.0
     logits[7, 20:22] = 30.0
     exact = propose(logits.clone(), reads, BANNED)
-    found = propose(logits, reads, BANNED, None, native)
+    found = native.propose(logits, BANNED, reads.native_divisors())
     assert found[:, 0].equal(exact[:, 0])
     tolerance = {"rtol": 1e-5 if dtype == torch.float32 else 4e-4, "atol": 1e-30}
     pair = found[:, 1].view(torch.float32), exact[:, 1].view(torch.float32)

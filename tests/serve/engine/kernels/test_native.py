@@ -262,9 +262,9 @@ def memory_left(num_bytes: int) -> Iterator[None]:
 
 
 def test_short_memory_is_an_error_in_each_thread(native: Native, dtype: torch.dtype) -> None:
-    logits, wanted = torch.zeros(2, 2**24, dtype=dtype), np.array([True, True])
+    logits, divisors = torch.zeros(2, 2**24, dtype=dtype), np.ones(2, np.float32)
     with threads(2), memory_left(2**25), pytest.raises(MemoryError, match="a function of C"):
-        native.propose(logits, torch.tensor([0]), wanted)
+        native.propose(logits, torch.tensor([0]), divisors)
     step = AttentionStep([(0, 1, (0,))], CPU, dtype, num_heads=96, num_kv_heads=1, head_dim=2**18)
     sizes = {"num_pages": step.num_pages, "page_size": step.page_size}
     attention = NativeAttention(step.group, native=native, **sizes, **step.types)

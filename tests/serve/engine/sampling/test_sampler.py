@@ -262,10 +262,10 @@ def kept_by_sorting(scores: Tensor, sampling: Sampling) -> Tensor:
     is_kept = values >= values[(min(sampling.top_k, len(ids)) or len(ids)) - 1]
     if 0 < sampling.top_k < len(ids):
         scores = scores.masked_fill(scores < values[sampling.top_k - 1], -torch.inf)
-    above = torch.cat([torch.zeros(1), scores.softmax(-1)[ids].double().cumsum(-1).float()[:-1]])
+    above = torch.cat([torch.zeros(1), scores.double().softmax(-1)[ids].cumsum(-1).float()[:-1]])
     if sampling.top_p < 1.0:
         is_kept &= above < torch.tensor(sampling.top_p, dtype=torch.float32)
-    is_kept &= values.exp() >= torch.tensor(sampling.min_p, dtype=torch.float32)
+    is_kept &= values.double().exp() >= sampling.min_p
     is_kept[0] = True
     return torch.zeros(len(ids), dtype=torch.bool).index_put_((ids[is_kept],), torch.tensor(True))
 
