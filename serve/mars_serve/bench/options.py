@@ -44,6 +44,8 @@ class DecodeOptions(Settings):
     """Largest number of output tokens for a conversation."""
     threshold: float = Field(default=0.95, gt=0, le=1)
     """Confidence threshold in (0, 1]."""
+    temperature: float = Field(default=0.0, ge=0, le=2)
+    """Sampling temperature in [0, 2]; 0 is greedy."""
     seed: int = 0
     """Seed of prompts, lengths, draws and weights."""
     threads: int | None = Field(default=None, ge=1)

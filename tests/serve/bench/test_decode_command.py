@@ -54,7 +54,11 @@ def test_tables_are_printed_for_conversations(
     assert "threshold / ar" in printed
     assert "exact / threshold" in printed
     assert "drawn" not in printed
-    assert run([*command, "--contender", "ar", "--contender", "exact", "--json"]) == 0
+    assert "Sampled" not in printed
+    some = ["--contender", "ar", "--contender", "exact", "--temperature", "1"]
+    assert run([*command, *some]) == 0
+    assert "Sampled at temperature 1, with the seeds 0, 1, ..." in capsys.readouterr().out
+    assert run([*command, *some, "--json"]) == 0
     (batch,) = json.loads(capsys.readouterr().out)["batches"]
     assert {name: each["identical_to_ar"] for name, each in batch["contenders"].items()} == {
         "ar": 1.0,

@@ -12,7 +12,7 @@ from mars_serve.bench.decode.workload import (
     Draws,
     agreeing,
 )
-from mars_serve.engine.decoding_options import DecodingOptions
+from mars_serve.engine.decoding_options import DecodingOptions, Sampling
 from mars_serve.engine.execution.fault_isolation import Step
 
 
@@ -41,6 +41,17 @@ def test_drawn_lengths_and_positions_follow_the_mode(
     assert [len(tokens) for tokens in decoded.outputs] == [13] * 6
     assert decoded.num_passes == 6 * len(passes)
     assert decoded.num_positions == 6 * sum(positions)
+
+
+def test_equal_requests_are_sampled_with_seeds_of_their_own(model: BenchModel) -> None:
+    requests = [BenchRequest(str(n), (5, 6, 7), 13) for n in range(4)]
+    engine = build_engine(model, requests, 2)
+    sampled = DecodingOptions(1, Mode.AR, sampling=Sampling(temperature=1.0))
+    first, second = (
+        decode_with_engine(requests, engine=lambda: engine, options=sampled) for _ in range(2)
+    )
+    assert len(set(map(tuple, first.outputs))) == 4
+    assert second.outputs == first.outputs
 
 
 @pytest.mark.parametrize("right", [0.0, 1.0])

@@ -1,4 +1,4 @@
-"""Decodes a benchmark's requests greedily by the engine."""
+"""Decodes a benchmark's requests by the engine."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -76,11 +76,15 @@ def decode_with_engine(
 ) -> DecodedRun:
     """Decode with marsray's engine, which gets all requests at once and admits them as others end.
 
-    Each request's ``max_tokens`` replaces that of ``options``.
+    Each request's ``max_tokens`` replaces that of ``options``, and its place the sampling's seed.
     """
+    own = [
+        replace(options, max_tokens=each.max_tokens, sampling=replace(options.sampling, seed=place))
+        for place, each in enumerate(requests)
+    ]
     running = [
-        Request(each.id, list(each.prompt), replace(options, max_tokens=each.max_tokens))
-        for each in requests
+        Request(each.id, list(each.prompt), options)
+        for each, options in zip(requests, own, strict=True)
     ]
     passes: dict[str, list[StepOutput]] = {request.id: [] for request in running}
     for request in running:

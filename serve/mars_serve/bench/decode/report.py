@@ -60,6 +60,7 @@ def figures_json(comparison: DecodeComparison) -> dict[str, Any]:
         "device": options.device,
         "dtype": comparison.model.dtype_name,
         "threshold": options.threshold,
+        "temperature": options.temperature,
         "rounds": options.rounds,
         "seed": options.seed,
         "workload": _workload(options),
@@ -181,6 +182,8 @@ def _notes(comparison: DecodeComparison) -> list[str]:
         "each request from its first token to its last, those in which it waited included; "
         "pos/fwd is what they fed, of a prompt its last token alone."
     ]
+    if options.temperature > 0:
+        notes.append(f"Sampled at temperature {options.temperature:g}, with the seeds 0, 1, ...")
     if draws is None:
         return notes
     notes.append(

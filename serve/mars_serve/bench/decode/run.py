@@ -32,7 +32,7 @@ from mars_serve.bench.decode.workload import (
     requests_in_run,
 )
 from mars_serve.bench.options import DecodeOptions
-from mars_serve.engine.decoding_options import DecodingOptions
+from mars_serve.engine.decoding_options import DecodingOptions, Sampling
 from mars_serve.measure.evaluation.decoding import available_device
 from mars_serve.measure.evaluation.items import read_items
 
@@ -201,9 +201,12 @@ def _contenders(
     """Return the contenders that the options name; their models are made at first use."""
     exact = Mode.EXACT in options.contenders
     engine = cache(partial(build_engine, model, requests, batch, draws, exact=exact))
+    sampling = Sampling(temperature=options.temperature)
     return {
         mode: partial(
-            decode_with_engine, engine=engine, options=DecodingOptions(1, mode, options.threshold)
+            decode_with_engine,
+            engine=engine,
+            options=DecodingOptions(1, mode, options.threshold, sampling=sampling),
         )
         for mode in _MODES
         if mode in options.contenders
