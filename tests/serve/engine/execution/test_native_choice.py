@@ -51,8 +51,12 @@ def expected_chain(
 @pytest.mark.parametrize("settings", KINDS, ids=["gated", "static"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocabulary", [100, 9000])
+# Filters that keep the likeliest token alone have to find it behind the head.
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(2.0, top_p=1e-9), Sampling(2.0, top_k=1)]
+)
 def test_functions_of_cpp_choose_what_the_head_does(
-    settings: DraftHeadSettings, dtype: torch.dtype, vocabulary: int
+    settings: DraftHeadSettings, dtype: torch.dtype, vocabulary: int, sampling: Sampling
 ) -> None:
     torch.manual_seed(vocabulary)
     native = native_for(torch.device("cpu"), dtype)
@@ -60,14 +64,15 @@ def test_functions_of_cpp_choose_what_the_head_does(
     head = DraftHead(settings, vocabulary, 6).requires_grad_(False)
     for weights in head.parameters():
         weights.normal_()
-    exact, lora = make_request(mode=Mode.EXACT), LoraReference("own", "", "", has_masks=True)
-    for request in (others := [make_request(mode=Mode.EXACT) for _ in range(2)]):
+    lora = LoraReference("own", "", "", has_masks=True)
+    exact, *others = (make_request(mode=Mode.EXACT, sampling=sampling) for _ in range(3))
+    for request in others:
         request.drafts = [Draft(3, 0.5)]
     others[1].lora = lora
     exact.drafts = [Draft(4, 0.5), Draft(5, 0.5)]
     rows = [
         make_row(exact, 1, (2, 4, 3)),
-        make_row(make_request(threshold=0.1), 1, (3,)),
+        make_row(make_request(threshold=0.1, sampling=sampling), 1, (3,)),
         *(make_row(request, 1, (4, 2)) for request in others),
     ]
     logits = torch.randn(12 + 4 + 8 + 8, vocabulary) * 3
