@@ -122,11 +122,13 @@ async def test_a_request_that_waits_at_a_silent_replica_moves(
     backend, handle, start, behind_proxy, short
 ) -> None:
     handle.replicas.append(silent := start("silent"))
+    other = start("other")  # before the proxy stalls, since it may take longer than the patience
     proxy = behind_proxy(silent)
     await backend.complete(request("first"))
     proxy.stall()
     waiting = asyncio.create_task(collect(backend.stream(request())))
-    handle.replicas.append(other := start("other"))
+    await soon(lambda: links_of(backend)[0].num_requests)
+    handle.replicas.append(other)
     assert tokens_of(await waiting) == await expected(start)
     assert engine_of(other).sent == [(("silent",), 0)]
     assert engine_of(other).received[0].id == "r/1", "the silent one may still have the request"
@@ -187,13 +189,16 @@ async def test_a_request_is_given_up_after_its_longest_queue_time(
     with pytest.raises(QueueTimeout, match=r"no replica began the request within 0\.1 s"):
         await backend.complete(request(max_queue_s=0.1))
     handle.replicas.append(silent := start("silent"))
+    other = start("other")  # before the proxy stalls, since it may take longer than the patience
+    engine_of(other).may_step.clear()
     proxy = behind_proxy(silent)
     await backend.complete(request("first"))
     proxy.stall()
-    handle.replicas.append(other := start("other"))
-    engine_of(other).may_step.clear()
+    waiting = asyncio.create_task(backend.complete(request(max_queue_s=0.3)))
+    await soon(lambda: links_of(backend)[0].num_requests)
+    handle.replicas.append(other)
     with pytest.raises(QueueTimeout, match=r"no replica began the request within 0\.3 s"):
-        await backend.complete(request(max_queue_s=0.3))
+        await waiting
     assert engine_of(other).sent == [], "it had waited for longer than that already"
 
 
