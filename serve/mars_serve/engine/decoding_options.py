@@ -150,11 +150,6 @@ class Sampling:
         return self.needs_history or any(len(word) > 1 for word in self.bad_words)
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the choice is always the likeliest token."""
-        return self.temperature == 0.0 and self.filters_alone
-
-    @property
     def filters_alone(self) -> bool:
         """Whether the choice depends on logits, temperature, filters and noise alone."""
         return (

@@ -146,10 +146,8 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("clean_loss", [True, False])
 def test_losses_and_gradients_equal_a_pass_for_each_prediction(model, name, clean_loss):
-    loss, items = (
-        LOSSES[name],
-        sequences() + (sequences(clean_loss=False) if not clean_loss else []),
-    )
+    loss = LOSSES[name]
+    items = sequences() + (sequences(clean_loss=False) if not clean_loss else [])
     batch, other = batch_of(items), copy.deepcopy(model)
     assert {0, 1, 2, 3, 4} <= set(batch.depths.tolist())
     objective = Objective(model, masked=True, mask_loss=loss)

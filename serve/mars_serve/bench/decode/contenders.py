@@ -78,14 +78,11 @@ def decode_with_engine(
 
     Each request's ``max_tokens`` replaces that of ``options``, and its place the sampling's seed.
     """
-    own = [
-        replace(options, max_tokens=each.max_tokens, sampling=replace(options.sampling, seed=place))
-        for place, each in enumerate(requests)
-    ]
-    running = [
-        Request(each.id, list(each.prompt), options)
-        for each, options in zip(requests, own, strict=True)
-    ]
+    running = []
+    for place, each in enumerate(requests):
+        sampling = replace(options.sampling, seed=place)
+        own = replace(options, max_tokens=each.max_tokens, sampling=sampling)
+        running.append(Request(each.id, list(each.prompt), own))
     passes: dict[str, list[StepOutput]] = {request.id: [] for request in running}
     for request in running:
         engine().add(request)

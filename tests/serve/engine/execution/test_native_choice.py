@@ -102,6 +102,19 @@ def test_functions_of_cpp_choose_what_the_head_does(
     assert (table[is_chosen] != plain[is_chosen]).any(1).all()
 
 
+def test_a_head_whose_weights_are_too_large_is_left_out() -> None:
+    native = native_for(torch.device("cpu"), torch.float32)
+    assert native is not None
+    head = DraftHead(DraftHeadSettings(rank=LANES, kind="static"), 100, 6).requires_grad_(False)
+    for weights in head.parameters():
+        weights.fill_(1e30)
+    row = make_row(make_request(threshold=0.1), 1, (3,))
+    logits, hidden = random_logits(7, row.num_reads, 100), torch.ones(row.num_reads, 6)
+    reads = build_reads([row], None)
+    table = NativeChoice(native, head, BANNED).propose(logits, hidden, reads, [row])
+    assert torch.equal(table, native.propose(logits, BANNED, reads.native_divisors()))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [0.1, 2.0, 8.0])
 @pytest.mark.parametrize(
