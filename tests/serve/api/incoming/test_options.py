@@ -74,7 +74,7 @@ def options_of(
 def test_absent_fields_give_neutral_options(mars):
     expected = DecodingOptions(8, Mode.THRESHOLD, None, min_threshold=0.9, max_queue_s=120)
     assert options_of(mars, body_of()) == options_of(mars, chat_of()) == expected
-    assert expected.sampling.is_plain
+    assert expected.is_plain
 
 
 def test_the_number_of_allowed_tokens_is_bounded():
